@@ -1,0 +1,1 @@
+"""The program `foregate`: one file per sub-command."""

@@ -1,0 +1,1 @@
+"""Packaged settings: one YAML file per purpose, found by name with `--config NAME`."""

@@ -1,0 +1,84 @@
+"""The contract of every predictor of experts. Knows arrays and horizons; knows nothing of caches, models or threads.
+
+Horizons:
+  batch   all tokens known before the batch starts: probabilities [B, T, L, E] from one call;
+  token   all MoE layers of token t, from ids <= t and routing < t: [B, L, E] from one step with explicit state;
+  layer   MoE layers l+1.. of token t, also from the true experts of its layers <= l.
+L counts MoE layers of the stacks that the predictor serves, E is the largest number of experts of a layer; entries
+beyond a layer's own size are 0. Token ids outside the vocabulary map to one unknown row. Probabilities are of "this
+token uses this expert" (they sum to about top-k over a layer), not of a softmax.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+
+from ..collect.topology import MoeTopology, Stack
+
+Horizon = Literal["batch", "token", "layer"]
+
+# B batch, T tokens, L MoE layers served, E experts of the largest layer
+
+
+class Step(NamedTuple):
+    """One step's input of the token horizon."""
+
+    token_ids: np.ndarray
+    """int64 [B]: id of the token whose experts are wanted."""
+    previous: np.ndarray
+    """float32 [B, L, E]: 1 where the previous token used the expert (0 everywhere before the first)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PredictorSpec:
+    """Say what a predictor predicts, and for which model."""
+
+    family: str
+    """Registered name, as `sru_attention`."""
+    horizon: Horizon
+    """How far ahead it predicts."""
+    topology: MoeTopology
+    """MoE layers of the whole model."""
+    stack: Stack
+    """The stack whose layers it serves."""
+    vocab_size: int
+    """Token ids from here on map to the unknown row."""
+
+    @property
+    def layers(self) -> list[int]:
+        """MoE-layer indices that rows of the output stand for."""
+        return self.topology.layers_of(self.stack)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(L, E) of the output."""
+        return len(self.layers), max(self.topology.layers[i].num_experts for i in self.layers)
+
+
+@runtime_checkable
+class TokenPredictor(Protocol):
+    """Predict all MoE layers of the next token, one step at a time."""
+
+    spec: PredictorSpec
+
+    def start(self, batch: int) -> object:
+        """Give the state before the first token of `batch` sequences."""
+        ...
+
+    def step(self, step: Step, state: object) -> tuple[np.ndarray, object]:
+        """Give float32 probabilities [B, L, E] for `step.token_ids`, and the next state."""
+        ...
+
+
+@runtime_checkable
+class BatchPredictor(Protocol):
+    """Predict all MoE layers of all tokens of a batch at once."""
+
+    spec: PredictorSpec
+
+    def predict(self, token_ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        """Give float32 probabilities [B, T, L, E] for int64 ids [B, T]; mask bool [B, T] is False on padding."""
+        ...

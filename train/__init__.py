@@ -1,0 +1,1 @@
+"""Training predictors with Lightning and exporting them."""
