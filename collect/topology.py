@@ -45,7 +45,7 @@ class MoeLayer:
             raise SettingError(f"stack must be one of {', '.join(STACKS)}, got {self.stack!r}.")
         if not 1 <= self.top_k <= self.num_experts:
             raise SettingError(
-                f"top_k must lie between 1 and num_experts = {self.num_experts}, got {self.top_k} in block {self.block}."
+                f"top_k must lie in 1..{self.num_experts} (num_experts), got {self.top_k} in block {self.block}."
             )
 
 

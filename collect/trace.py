@@ -10,7 +10,7 @@ length 3 and experts [3, 4]: columns 0..1 are layer 0 in router order, columns 2
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
@@ -195,7 +195,7 @@ def read_shard(path: Path, topology: MoeTopology) -> Iterator[SequenceRouting]:
         raise TraceError(f"{path} is damaged ({error}); delete this shard or record the trace again.") from error
 
 
-def _row(table: pa.Table, index: int, widths: dict[Stack, int], where: str) -> SequenceRouting:
+def _row(table: pa.Table, index: int, widths: Mapping[Stack, int], where: str) -> SequenceRouting:
     def scalar(name: str) -> Any:
         return table.column(name)[index].as_py() if name in table.column_names else None
 

@@ -1,0 +1,157 @@
+"""Finding the MoE layers of a transformers model by structure. Knows modules; knows nothing of traces or stores.
+
+Two kinds of experts module are found:
+  fused    a module behind transformers' experts interface: 3-D parameters [E, ...] and flags such as `has_gate`, called
+           with (hidden [T, H], ids [T, k], weights [T, k]);
+  switch   a ModuleDict `expert_0..` of dense `wi`, `wo`, called with (hidden [T, H], mask [T, 1, E], weights [T, 1]).
+Both stay recognisable after their parameters were moved into a store.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from .errors import ModelError
+from .topology import STACKS, MoeLayer, MoeTopology, Stack
+
+Kind = Literal["fused", "switch"]
+FUSED_FLAGS = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoeModule:
+    """Point at one MoE layer of a model."""
+
+    name: str
+    """Path of the experts module, as model.layers.0.mlp.experts."""
+    kind: Kind
+    """How its experts are laid out and called."""
+    layer: MoeLayer
+    """Its place, size and top-k."""
+
+
+def find_moe_modules(model: nn.Module) -> list[MoeModule]:
+    """List the MoE layers of a model, encoder before decoder, in block order.
+
+    Raises:
+        ModelError: if no routed experts are found; the message names what was found instead.
+    """
+    config = getattr(model, "config", None)
+    paired = bool(getattr(config, "is_encoder_decoder", False))
+    found = []
+    for name, module in model.named_modules():
+        kind = _kind(module)
+        if kind is None:
+            continue
+        parent = model.get_submodule(name.rpartition(".")[0])
+        stack: Stack = "causal"
+        if paired:
+            stack = "decoder" if "decoder" in name.split(".") else "encoder"
+        num_experts = int(module.num_experts)  # type: ignore[arg-type]
+        layer = MoeLayer(
+            stack=stack, block=_block(name), num_experts=num_experts, top_k=_top_k(parent, config, kind, num_experts)
+        )
+        found.append(MoeModule(name=name, kind=kind, layer=layer))
+    if not found:
+        kinds = sorted({type(module).__name__ for module in model.modules() if "MLP" in type(module).__name__})
+        raise ModelError(
+            f"{type(model).__name__} has no MoE layers that foregate knows (its feed-forward modules: "
+            f"{', '.join(kinds) or 'none'}); give a mixture-of-experts model such as Qwen3-MoE, Mixtral or Switch."
+        )
+    return sorted(found, key=lambda item: STACKS.index(item.layer.stack))  # stable: block order inside a stack
+
+
+def expert_tensors(module: nn.Module, kind: Kind, expert: int) -> dict[str, torch.Tensor]:
+    """Give one expert's weights by name, as views: the parts that make up its block, in name order of the module."""
+    if kind == "switch":
+        return dict(module.get_submodule(f"expert_{expert}").named_parameters())
+    return {name: parameter[expert] for name, parameter in module.named_parameters(recurse=False)}
+
+
+def topology_of(model: nn.Module) -> MoeTopology:
+    """Give the topology of a whole model with its byte sizes.
+
+    Raises:
+        ModelError: if the model has no MoE layers.
+    """
+    modules = find_moe_modules(model)
+    first = modules[0]
+    blocks = expert_tensors(model.get_submodule(first.name), first.kind, 0)
+    expert_bytes = sum(tensor.numel() * tensor.element_size() for tensor in blocks.values()) or None
+    routed = tuple(item.name + "." for item in modules)
+    embeddings = {id(parameter) for item in _embeddings(model) for parameter in item.parameters()}
+    dense = sum(
+        parameter.numel() * parameter.element_size()
+        for name, parameter in model.named_parameters()
+        if not name.startswith(routed) and id(parameter) not in embeddings
+    )
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if head is not None and any(id(parameter) in embeddings for parameter in head.parameters()):
+        dense += sum(parameter.numel() * parameter.element_size() for parameter in head.parameters())
+    hidden = getattr(_text_config(model.config), "hidden_size", None)
+    return MoeTopology(
+        layers=tuple(item.layer for item in modules), hidden_size=hidden, expert_bytes=expert_bytes, dense_bytes=dense
+    )
+
+
+def model_fingerprint(config: Any) -> str:
+    """Hash a model's config, without what does not change the model: paths, versions, dtype, run-time choices."""
+    value = config.to_dict()
+    for name in (
+        "_name_or_path",
+        "transformers_version",
+        "dtype",
+        "torch_dtype",
+        "quantization_config",
+        "architectures",
+    ):
+        value.pop(name, None)
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _kind(module: nn.Module) -> Kind | None:
+    if isinstance(module, nn.ModuleDict) and hasattr(module, "num_experts"):
+        return "switch"
+    if hasattr(module, "num_experts") and all(hasattr(module, flag) for flag in FUSED_FLAGS):
+        return "fused"
+    return None
+
+
+def _block(name: str) -> int:
+    numbers = re.findall(r"\.(\d+)\.", f".{name}.")
+    return int(numbers[0]) if numbers else 0
+
+
+def _top_k(parent: nn.Module, config: Any, kind: Kind, num_experts: int) -> int:
+    """Find k at the router beside the experts; a config's value may differ from what its router does."""
+    if kind == "switch":
+        return 1
+    for module in parent.modules():
+        for name in ("top_k", "num_experts_per_tok", "moe_top_k"):
+            value = getattr(module, name, None)
+            if isinstance(value, int) and 1 <= value <= num_experts:
+                return value
+    for name in ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k"):
+        value = getattr(_text_config(config), name, None)
+        if isinstance(value, int) and 1 <= value <= num_experts:
+            return value
+    raise ModelError(
+        f"{type(parent).__name__} has {num_experts} experts but no top_k on its router or in the config; "
+        "this family cannot be recorded."
+    )
+
+
+def _text_config(config: Any) -> Any:
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _embeddings(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, nn.Embedding) and module.num_embeddings > 256]
