@@ -1,0 +1,52 @@
+"""The tiny models that every other test stands on."""
+
+import pytest
+import torch
+from foregate.collect import tiny_models
+from foregate.collect.architectures import find_moe_modules, topology_of
+from foregate.collect.errors import SettingError
+
+
+@pytest.mark.parametrize("name", sorted(tiny_models.FAMILIES))
+def test_builds_runs_and_generates(name: str) -> None:
+    model = tiny_models.build(name)
+    topology = topology_of(model)
+    assert topology.num_layers >= 2
+    assert all(layer.num_experts == 8 for layer in topology.layers)
+    ids = torch.arange(4, 13)[None]
+    with torch.no_grad():
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, do_sample=False)
+    assert out.shape[0] == 1
+    assert len(find_moe_modules(model)) == topology.num_layers
+
+
+def test_is_deterministic_and_leaves_the_random_state() -> None:
+    torch.manual_seed(3)
+    before = torch.random.get_rng_state()
+    first, second = tiny_models.build("qwen3_moe"), tiny_models.build("qwen3_moe")
+    assert torch.equal(before, torch.random.get_rng_state())
+    for a, b in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(a, b)
+    other = tiny_models.build("qwen3_moe", seed=1)
+    assert not torch.equal(first.get_input_embeddings().weight, other.get_input_embeddings().weight)
+
+
+def test_overrides_reach_the_config() -> None:
+    model = tiny_models.build("qwen3_moe", num_experts=16, num_experts_per_tok=4)
+    assert topology_of(model).layers[0].num_experts == 16
+    assert topology_of(model).layers[0].top_k == 4
+
+
+def test_unknown_name_is_refused() -> None:
+    with pytest.raises(SettingError, match="got 'gpt-7'"):
+        tiny_models.build("gpt-7")
+
+
+def test_tokenizer_round_trips_any_text() -> None:
+    tokenizer = tiny_models.tokenizer()
+    assert len(tokenizer) <= tiny_models.VOCAB_SIZE
+    text = "A price of 3 \u20ac, tab\tand\nnewline."
+    ids = tokenizer(text)["input_ids"]
+    assert ids[-1] == tokenizer.eos_token_id
+    assert tokenizer.decode(ids[:-1]) == text
+    assert tokenizer.pad_token_id == 0
