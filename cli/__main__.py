@@ -1,0 +1,5 @@
+"""Lets `python -m foregate.cli` stand for the program `foregate`."""
+
+from .main import main
+
+raise SystemExit(main())
