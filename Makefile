@@ -1,5 +1,6 @@
 # `make demo` and `make test` are the two commands of the README; each makes .venv first where it is missing.
 PYTHON ?= python3
+TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
@@ -8,11 +9,15 @@ STAMP := $(VENV)/installed
 
 install: $(STAMP)
 
+# Touched last, so that an interrupted installation is taken up again.
 $(STAMP): pyproject.toml setup.py constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet "torch==2.13.0" --constraint constraints.txt
-	$(BIN)/python -m pip install --quiet --editable ".[dev,serve,bench]" --constraint constraints.txt
-	touch $@
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "foregate needs Python 3.11 or newer; run make PYTHON=python3.12, say." >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
+		{ rm -rf $(VENV); echo "$(PYTHON) cannot make a virtual environment; install its venv module." >&2; exit 1; }
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,serve,bench]"
+	@touch $@
 
 demo: install
 	$(BIN)/foregate demo
@@ -25,8 +30,15 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
+# Only the browser tests need it; they skip, visibly, where it is missing.
 browser:
-	command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq chromium chromium-driver; }
+	@if command -v chromium >/dev/null && command -v chromedriver >/dev/null; then \
+		echo "Chromium is installed."; \
+	elif command -v apt-get >/dev/null && apt-get update -qq && apt-get install -y -qq chromium chromium-driver >/dev/null; then \
+		echo "Chromium was installed."; \
+	else \
+		echo "Chromium could not be installed here; the browser tests will be skipped." >&2; \
+	fi
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

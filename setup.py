@@ -14,6 +14,6 @@ packages = [
 setup(
     packages=packages,
     package_dir={f"foregate.{folder}": folder for folder in FOLDERS},
-    package_data={"": ["*.yaml", "*.json", "*.safetensors", "*.txt", "*.md"]},
+    package_data={"": ["*.yaml", "*.json", "*.safetensors", "*.txt", "*.md", "*.jinja"]},
     include_package_data=False,
 )
