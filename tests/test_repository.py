@@ -54,7 +54,7 @@ def test_files_are_short(path: Path) -> None:
 def test_texts_are_ascii_and_belong_here(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     odd = sorted({character for character in text if not character.isascii()})
-    assert not odd, f"not ASCII: {odd}"
+    assert not odd or path.is_relative_to(ROOT / "tests"), f"not ASCII: {odd}"  # tests may hold other people's texts
     for what, pattern in FORBIDDEN.items():
         found = re.search(pattern, text)
         assert not found, f"{what}: {text[: found.start()].count(chr(10)) + 1}: {found[0]!r}"
@@ -122,7 +122,7 @@ def test_settings_are_frozen_and_documented(path: Path) -> None:
         if not mark:
             continue
         for field, after in zip(node.body, [*node.body[1:], None], strict=True):
-            if isinstance(field, ast.AnnAssign) and not ast.unparse(field.target).startswith("_"):
+            if isinstance(field, ast.AnnAssign) and not ast.unparse(field.annotation).startswith("ClassVar"):
                 told = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
                 assert told, f"{node.name}.{ast.unparse(field.target)} has no docstring under it"
 
