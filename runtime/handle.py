@@ -1,0 +1,191 @@
+"""What an offloaded model carries as `model.foregate`: store, slots, engine and predictor, and their numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ..collect.architectures import find_moe_modules
+from ..collect.errors import StoreError
+from ..predictors.base import BatchPredictor, TokenPredictor
+from .cache import ExpertCache
+from .clock import SystemClock
+from .config import RuntimeConfig
+from .engine import ExpertEngine
+from .experts import IMPLEMENTATION, FusedLayer, OffloadedSwitchExperts, SwitchLayer
+from .kernels import choose_kernel
+from .policies import Lru
+from .predictor_thread import PredictorThread
+from .prefetch import Prefetcher, Windows
+from .readers import open_reader
+from .slots import SlotArena
+from .stats import LayerStats, RuntimeStats
+from .steps import StepTracker
+from .store import ExpertStore
+from .transfer import ThreadedTransfers
+
+
+class Foregate:
+    """Hold everything that serves one model's experts; `close` ends it, and so does leaving a `with` block.
+
+    Raises:
+        StoreError: if the store does not fit the model.
+        SettingError: if the slots cannot hold one token's experts.
+        BundleError: if the predictor was made for another topology.
+    """
+
+    def __init__(self, model: nn.Module, store: ExpertStore, config: RuntimeConfig) -> None:
+        self.store, self.config = store, config
+        modules = find_moe_modules(model)
+        if [item.name for item in modules] != store.module_names:
+            raise StoreError(
+                f"{store.path} holds experts for {', '.join(store.module_names[:2])}, .., the model has "
+                f"{', '.join(item.name for item in modules[:2])}, ..; pack this model again."
+            )
+        num_slots = config.num_slots(store.topology, store.block_bytes)
+        predictor = self._open_predictor(config, store)  # before memory is taken: it may refuse
+        self.arena = SlotArena(num_slots, store.block_bytes)
+        self.reader = open_reader(store.files, config.reader)
+        clock = SystemClock()
+        self.transfers = ThreadedTransfers(
+            store, self.arena.buffer, self.reader, num_threads=config.threads, chunk_bytes=config.chunk_kib * 1024
+        )
+        self.predictor = PredictorThread(predictor, store.topology, clock) if predictor is not None else None
+        self.engine = self._engine(num_slots, clock)
+        self.steps = StepTracker(store.topology, self.engine.counters, self.predictor)
+        self.steps.acting = config.mode in ("enforce", "auto")
+        self._closed = False
+        self._attach(model)
+
+    def stats(self) -> RuntimeStats:
+        """Give a frozen snapshot of the numbers since load or the last `reset_stats`."""
+        counters = self.engine.counters
+        transfers = self.transfers.stats()
+        mode, reason = self._mode()
+        predictor = self.predictor
+        read = transfers.demand_bytes + transfers.prefetch_bytes - self._read_before
+        return RuntimeStats(
+            tokens=counters.tokens,
+            steps=counters.steps,
+            events=counters.events,
+            hits=counters.hits,
+            delayed_hits=counters.delayed_hits,
+            misses=counters.misses,
+            evictions=counters.evictions,
+            prefetches=counters.prefetches,
+            on_time=counters.on_time,
+            wasted_bytes=counters.wasted * self.store.block_bytes,
+            bytes_read=read,
+            stall_s=counters.stall_s,
+            experts_s=counters.experts_s,
+            forecasts=counters.forecasts,
+            late_forecasts=counters.late_forecasts,
+            forecast_recall=counters.named_right / counters.named if counters.named else None,
+            predictor_ms=1e3 * predictor.busy_s / predictor.calls if predictor and predictor.calls else None,
+            mode=mode,
+            reason=reason,
+            slots=self.arena.num_slots,
+            experts=self.store.topology.num_experts,
+            block_bytes=self.store.block_bytes,
+            reader=self.reader.kind,
+            per_layer=tuple(
+                LayerStats(hits=hits, delayed_hits=delayed, misses=misses) for hits, delayed, misses in counters.layers
+            ),
+        )
+
+    def reset_stats(self) -> None:
+        """Start counting anew; the cache keeps its experts."""
+        transfers = self.transfers.stats()
+        self._read_before = transfers.demand_bytes + transfers.prefetch_bytes
+        self.engine.reset_counters()
+        self.steps.counters = self.engine.counters
+        if self.predictor is not None:
+            self.predictor.calls, self.predictor.busy_s = 0, 0.0
+
+    def damaged_slots(self) -> list[int]:
+        """Compare every resident expert's slot with the store's checksum and list the flat indices that differ."""
+        with self.engine.paused() as slot_of:
+            return [
+                expert
+                for expert, slot in slot_of.items()
+                if not self.store.verify_expert(expert, self.arena.buffer(slot))
+            ]
+
+    def close(self) -> None:
+        """Take the hooks back and join every thread; a second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self.steps.detach()
+        self.engine.close()
+        if self.predictor is not None:
+            self.predictor.close()
+        self.transfers.close()
+        self.reader.close()
+
+    def __enter__(self) -> Foregate:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _open_predictor(self, config: RuntimeConfig, store: ExpertStore) -> TokenPredictor | BatchPredictor | None:
+        if config.predictor is None or config.mode == "off":
+            return None
+        from ..predictors.bundle import Bundle, load_predictor  # brings onnxruntime, which other users do not need
+
+        Bundle.open(config.predictor).require(store.topology, store.fingerprint)
+        return load_predictor(config.predictor)
+
+    def _engine(self, num_slots: int, clock: SystemClock) -> ExpertEngine:
+        config, topology = self.config, self.store.topology
+        acting = self.predictor is not None and config.mode in ("enforce", "auto")
+        most = num_slots - max(layer.top_k for layer in topology.layers)
+        probation = min(max(1, int(config.probation * num_slots)), most) if acting else 0
+        prefetcher = None
+        if probation > 0:
+            prefetcher = Prefetcher(
+                topology, Windows(topology.num_layers), threshold=config.prefetch_threshold, limit=probation
+            )
+        shadow = ExpertCache(num_slots, Lru()) if acting and config.mode == "auto" else None
+        self._read_before = 0
+        return ExpertEngine(
+            topology,
+            ExpertCache(num_slots, Lru(), probation=probation),
+            self.transfers,
+            clock,
+            self.store.block_bytes,
+            prefetcher=prefetcher,
+            shadow=shadow,
+            predictor_s=self._predictor_s,
+        )
+
+    def _predictor_s(self) -> float:
+        return self.predictor.busy_s if self.predictor is not None else 0.0
+
+    def _attach(self, model: nn.Module) -> None:
+        kernels = {}
+        for index, item in enumerate(find_moe_modules(model)):
+            module: Any = model.get_submodule(item.name)
+            layout = self.store.layout(index)
+            args = (index, self.engine, self.arena, layout, self.steps)
+            if isinstance(module, OffloadedSwitchExperts):
+                module.foregate = SwitchLayer(*args, template=module.template[0])
+                continue
+            if layout not in kernels:
+                kernels[layout] = choose_kernel(module, layout)
+            module.foregate = FusedLayer(*args, kernel=kernels[layout], transposed=module.is_transposed)
+            module.config._experts_implementation = IMPLEMENTATION  # type: ignore[union-attr]
+        self.steps.attach(model)
+
+    def _mode(self) -> tuple[str, str]:
+        if self.config.mode == "off" or self.config.predictor is None:
+            return "off", "no predictor" if self.config.predictor is None else "switched off by the user"
+        if self.predictor is not None and self.predictor.error is not None:
+            return "off", f"the predictor failed: {self.predictor.error}"
+        if self.config.mode != "auto":
+            return self.config.mode, "set by the user"
+        guard = self.engine.guard
+        assert guard is not None
+        return ("enforce" if guard.acting else "observe"), guard.reason
