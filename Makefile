@@ -15,7 +15,7 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 		{ echo "foregate needs Python 3.11 or newer; run make PYTHON=python3.12, say." >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 		{ rm -rf $(VENV); echo "$(PYTHON) cannot make a virtual environment; install its venv module." >&2; exit 1; }
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools $(TORCH)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,serve,bench]"
 	@touch $@
 
