@@ -5,6 +5,7 @@ ForegateError
  +-- DataError       a data set or text that is missing or cannot be read
  +-- TraceError      a trace that is no trace, is damaged, or belongs to another model
  +-- ModelError      a model without MoE layers, or of a family that is not supported
+ +-- NotFittedError  a predictor that was asked before it was fitted
  +-- BundleError     a predictor bundle that is damaged or made for another topology
  +-- StoreError      an expert store that is truncated, altered, or belongs to another model
  +-- TransferError   bytes that could not be read at the moment they were needed
@@ -32,6 +33,10 @@ class TraceError(ForegateError):
 
 class ModelError(ForegateError):
     """Refuse a model that has no MoE layers or whose family is not supported."""
+
+
+class NotFittedError(ForegateError):
+    """Refuse to predict before `fit`."""
 
 
 class BundleError(ForegateError):

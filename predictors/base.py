@@ -82,3 +82,14 @@ class BatchPredictor(Protocol):
     def predict(self, token_ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
         """Give float32 probabilities [B, T, L, E] for int64 ids [B, T]; mask bool [B, T] is False on padding."""
         ...
+
+
+@runtime_checkable
+class LayerPredictor(Protocol):
+    """Predict the next MoE layer of tokens from their true experts in a layer."""
+
+    spec: PredictorSpec
+
+    def ahead(self, layer: int, used: np.ndarray) -> np.ndarray:
+        """Give float32 probabilities [B, E] for row `layer + 1`, from float32 [B, E]: 1 where row `layer` was used."""
+        ...

@@ -1,0 +1,211 @@
+"""Free predictors: what a trained one has to beat, and the two that bound it (random, oracle). NumPy only.
+
+All keep the estimator contract: the constructor stores, `fit(rows)` learns and returns self, learned names end in
+`_`, predicting before `fit` raises NotFittedError, refitting forgets. `rows` are rows of a trace in its order.
+"""
+
+# B batch, T tokens, L MoE layers served, E experts of the largest layer, K experts per token
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ..collect.errors import DataError, NotFittedError
+from ..collect.trace import SequenceRouting
+from .base import PredictorSpec, Step
+from .rows import dense, join_parts, many_hot, statistics
+
+TIE = 0.5  # tokens' worth of popularity added to a token's counts: decides ties, changes no order
+
+
+class Baseline:
+    """Base of the free predictors: specs, fitting and clipping to the experts that exist."""
+
+    name: ClassVar[str]
+
+    def __init__(self, spec: PredictorSpec) -> None:
+        self.spec = spec
+
+    def fit(self, rows: Iterable[SequenceRouting]) -> Any:
+        """Learn from rows of the spec's stack.
+
+        Raises:
+            DataError: if there are none.
+        """
+        kept = [row for row in join_parts(rows) if row.stack == self.spec.stack]
+        if not kept:
+            raise DataError(f"{self.name} needs rows of stack {self.spec.stack!r} to fit, got none.")
+        self._fit(kept)
+        self.fitted_ = True
+        return self
+
+    def _fit(self, rows: list[SequenceRouting]) -> None:
+        found = statistics(rows, self.spec.topology, self.spec.shape[1])
+        self.popularity_ = found.popularity_LE
+
+    def _check(self) -> None:
+        if not getattr(self, "fitted_", False):
+            raise NotFittedError(f"{self.name} has learned nothing yet; call fit(rows) first.")
+
+
+class Popularity(Baseline):
+    """Name the experts that are used most, whatever the token."""
+
+    name = "popularity"
+
+    def start(self, batch: int) -> object:
+        """Give the empty state."""
+        self._check()
+        return None
+
+    def step(self, step: Step, state: object) -> tuple[np.ndarray, object]:
+        """Give popularity for every sequence."""
+        self._check()
+        return np.repeat(self.popularity_[None], len(step.token_ids), axis=0), state
+
+    def predict(self, token_ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        """Give popularity for every token."""
+        self._check()
+        return np.broadcast_to(self.popularity_, (*token_ids.shape, *self.spec.shape)).copy()
+
+
+class PreviousToken(Baseline):
+    """Name the experts that the previous token used in the same layer; popularity decides the rest."""
+
+    name = "previous_token"
+
+    def start(self, batch: int) -> object:
+        """Give the empty state."""
+        self._check()
+        return None
+
+    def step(self, step: Step, state: object) -> tuple[np.ndarray, object]:
+        """Give the mean of the previous routing and popularity; popularity alone where nothing was routed."""
+        self._check()
+        known = step.previous.max(-1, keepdims=True)  # 0 before the first token and where all was dropped
+        return (0.5 * step.previous + (1 - 0.5 * known) * self.popularity_).astype(np.float32), state
+
+
+class TokenTable(Popularity):
+    """Name the experts that the token id used most; popularity for ids that were not seen."""
+
+    name = "token_table"
+
+    def _fit(self, rows: list[SequenceRouting]) -> None:
+        found = statistics(rows, self.spec.topology, self.spec.shape[1])
+        self.popularity_ = found.popularity_LE
+        self.token_ids_ = found.token_ids
+        self.order_ = np.argsort(found.token_ids)
+        counts = found.counts_S[:, None, None]
+        self.table_ = (found.uses_SLE + TIE * found.popularity_LE) / (counts + TIE)
+
+    def _lookup(self, token_ids: np.ndarray) -> np.ndarray:
+        self._check()
+        out = np.broadcast_to(self.popularity_, (*token_ids.shape, *self.spec.shape)).copy()
+        if len(self.token_ids_):
+            places = np.searchsorted(self.token_ids_, token_ids, sorter=self.order_).clip(max=len(self.token_ids_) - 1)
+            places = self.order_[places]
+            known = self.token_ids_[places] == token_ids
+            out[known] = self.table_[places[known]]
+        return out
+
+    def step(self, step: Step, state: object) -> tuple[np.ndarray, object]:
+        """Give the table's row for each id."""
+        return self._lookup(step.token_ids), state
+
+    def predict(self, token_ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        """Give the table's row for each id."""
+        return self._lookup(token_ids)
+
+
+class LayerPair(Baseline):
+    """Name the experts that followed, one layer on, the true experts of a layer (layer horizon)."""
+
+    name = "layer_pair"
+
+    def _fit(self, rows: list[SequenceRouting]) -> None:
+        super()._fit(rows)
+        num_layers, num_experts = self.spec.shape
+        pairs = np.zeros((num_layers - 1, num_experts, num_experts))
+        for row in rows:
+            hot = many_hot(dense(row, self.spec.topology), num_experts)
+            pairs += np.matmul(hot[:, :-1].transpose(1, 2, 0), hot[:, 1:].transpose(1, 0, 2))
+        uses = np.maximum(self.popularity_[:-1, :, None] * sum(row.num_tokens for row in rows), 1)
+        self.following_ = (pairs / uses).astype(np.float32)  # P(e uses layer l+1 | d used in layer l)
+
+    def ahead(self, layer: int, used: np.ndarray) -> np.ndarray:
+        """Give the mean of what followed each expert used in row `layer`, for row `layer + 1`; [B, E]."""
+        self._check()
+        num_used = used.sum(-1, keepdims=True)
+        mean = used @ self.following_[layer] / np.maximum(num_used, 1)
+        return np.where(num_used > 0, mean, self.popularity_[layer + 1]).astype(np.float32)
+
+
+class Random(Popularity):
+    """Name experts at random: the floor. Fixed by the seed and the number of the step."""
+
+    name = "random"
+
+    def __init__(self, spec: PredictorSpec, seed: int = 0) -> None:
+        super().__init__(spec)
+        self.seed = seed
+
+    def _draw(self, step: int) -> np.ndarray:
+        draws = np.random.default_rng([self.seed, step]).random(self.spec.shape, dtype=np.float32)
+        return draws * (self.popularity_ > 0)
+
+    def start(self, batch: int) -> object:
+        """Give the number of the first step."""
+        self._check()
+        return 0
+
+    def step(self, step: Step, state: object) -> tuple[np.ndarray, object]:
+        """Give the step's draw, the same for every sequence."""
+        self._check()
+        assert isinstance(state, int)
+        return np.repeat(self._draw(state)[None], len(step.token_ids), axis=0), state + 1
+
+    def predict(self, token_ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        """Give each position's draw."""
+        self._check()
+        draws = np.stack([self._draw(t) for t in range(token_ids.shape[1])])
+        return np.repeat(draws[None], len(token_ids), axis=0)
+
+
+class Oracle(Baseline):
+    """Name the true experts: the ceiling. Told the future by `fit`; sequence b of a batch is row b."""
+
+    name = "oracle"
+
+    def _fit(self, rows: list[SequenceRouting]) -> None:
+        self.rows_ = [dense(row, self.spec.topology) for row in rows]
+
+    def _truth(self, sequence: int, token: int) -> np.ndarray:
+        if sequence >= len(self.rows_) or token >= len(self.rows_[sequence]):
+            return np.zeros(self.spec.shape, dtype=np.float32)
+        return many_hot(self.rows_[sequence][token : token + 1], self.spec.shape[1])[0]
+
+    def start(self, batch: int) -> object:
+        """Give the number of the first step."""
+        self._check()
+        return 0
+
+    def step(self, step: Step, state: object) -> tuple[np.ndarray, object]:
+        """Give the truth; nothing past the end of a row."""
+        self._check()
+        assert isinstance(state, int)
+        return np.stack([self._truth(b, state) for b in range(len(step.token_ids))]), state + 1
+
+    def predict(self, token_ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        """Give the truth for each position."""
+        self._check()
+        batch, num_tokens = token_ids.shape
+        return np.stack([np.stack([self._truth(b, t) for t in range(num_tokens)]) for b in range(batch)])
+
+
+BASELINES: dict[str, type[Baseline]] = {
+    kind.name: kind for kind in (Popularity, PreviousToken, TokenTable, LayerPair, Random, Oracle)
+}

@@ -1,0 +1,101 @@
+"""What a predictor trained by gradients must offer, so that training and export know no family.
+
+A family is one file with a settings class and its network, and one line in `registry`. Token-horizon networks keep
+their state in named tensors whose first dimension is the batch; the parallel form over a sequence and the single step
+are the same function.
+"""
+
+# B batch, T tokens, L MoE layers served, E experts of the largest layer, V token ids
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..collect.errors import SettingError
+from .base import Horizon, PredictorSpec
+from .rows import RoutingStatistics
+
+Link = Literal["sigmoid", "softmax"]
+State = dict[str, Tensor]
+ABSENT = -30.0  # logit of experts that a smaller layer does not have; their probability is 0 exactly
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkSettings:
+    """Settings of a family; subclasses add theirs and build its network."""
+
+    family: ClassVar[str]
+
+    link: Link = "sigmoid"
+    """How logits become probabilities; sigmoid trains by binary, softmax by soft-target cross-entropy."""
+
+    def __post_init__(self) -> None:
+        if self.link not in ("sigmoid", "softmax"):
+            raise SettingError(f"link must be sigmoid or softmax, got {self.link!r}.")
+
+    def build(self, spec: PredictorSpec, known_ids: np.ndarray) -> Network:
+        """Build the network for a spec; `known_ids` are the token ids that get an embedding of their own."""
+        raise NotImplementedError
+
+    def horizon(self, stack: str) -> Horizon:
+        """Say how far ahead the family predicts a stack."""
+        return "token" if stack == "causal" else "batch"
+
+    def to_json(self) -> dict[str, Any]:
+        """Give the settings as plain values."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+
+class Network(nn.Module):
+    """Base of networks: knows the spec, the link and which experts exist."""
+
+    def __init__(self, spec: PredictorSpec, settings: NetworkSettings) -> None:
+        super().__init__()
+        self.spec, self.settings = spec, settings
+        num_experts = spec.shape[1]
+        sizes = torch.tensor([spec.topology.layers[i].num_experts for i in spec.layers])
+        top_k = torch.tensor([spec.topology.layers[i].top_k for i in spec.layers], dtype=torch.float32)
+        self.exists_LE: Tensor
+        self.top_k_L: Tensor
+        self.register_buffer("exists_LE", torch.arange(num_experts)[None] < sizes[:, None], persistent=False)
+        self.register_buffer("top_k_L", top_k, persistent=False)
+
+    def warm_start(self, statistics: RoutingStatistics) -> None:
+        """Set parameters from the statistics of the training sequences before the first gradient."""
+        raise NotImplementedError
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Turn logits [..., L, E] into the probability that the token uses the expert."""
+        if self.settings.link == "sigmoid":
+            return torch.sigmoid(logits) * self.exists_LE
+        spread = torch.softmax(logits.masked_fill(~self.exists_LE, ABSENT), dim=-1) * self.exists_LE
+        return (spread * self.top_k_L[:, None]).clamp(max=1)
+
+
+class TokenNetwork(Network):
+    """Token horizon: all MoE layers of a token, from ids up to it and routing before it."""
+
+    def start(self, batch: int) -> State:
+        """Give the state before the first token of `batch` sequences."""
+        raise NotImplementedError
+
+    def forward(self, ids_BT: Tensor, previous_BTLE: Tensor, state: State) -> tuple[Tensor, State]:
+        """Run a sequence at once, fed the true routing of each token's predecessor: logits [B, T, L, E]."""
+        raise NotImplementedError
+
+    def step(self, ids_B: Tensor, previous_BLE: Tensor, state: State) -> tuple[Tensor, State]:
+        """Run one token: logits [B, L, E] and the next state; equal to `forward` token by token."""
+        raise NotImplementedError
+
+
+class BatchNetwork(Network):
+    """Batch horizon: all MoE layers of all tokens, from all ids."""
+
+    def forward(self, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
+        """Give logits [B, T, L, E]; `mask_BT` is False on padding, which changes nothing elsewhere."""
+        raise NotImplementedError
