@@ -130,7 +130,7 @@ class ExpertEngine:
 
     # steps of an event, in order
 
-    def _begin(self, layer: int, needed: Sequence[int], one_token: bool) -> EventPlan:
+    def _begin(self, layer: int, needed: Sequence[int], one_token: bool, forecast: Forecast | None) -> EventPlan:
         now = self.clock.now()
         if self._link_free_at is not None:
             self.windows.note_idle(self._last_layer, max(0.0, now - self._link_free_at))
@@ -139,6 +139,8 @@ class ExpertEngine:
         wasted = self.cache.wasted
         if self.cache.unproven:
             self.counters.on_time += sum(expert in self.cache.unproven for expert in needed)
+        acting = self.guard is None or self.guard.acting
+        self.cache.policy.foresee(forecast.demand if forecast else None, acting=acting)
         plan = self.cache.event(needed, one_token=one_token)
         if self.shadow is not None:
             self.counters.shadow_misses += len(self.shadow.event(needed, one_token=one_token).misses)
@@ -222,7 +224,7 @@ class _Event:
     ) -> None:
         self.engine, self.layer, self.needed, self.forecast = engine, layer, needed, forecast
         engine._correct(layer, needed)
-        plan = engine._begin(layer, needed, one_token)
+        plan = engine._begin(layer, needed, one_token, forecast)
         self.leaving = set(plan.leaving)
         self.hits = sorted(plan.hits, key=lambda expert: expert not in self.leaving)
         # experts that only pass through come first, so that those that stay find the last slots

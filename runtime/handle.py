@@ -15,7 +15,7 @@ from .config import RuntimeConfig
 from .engine import ExpertEngine
 from .experts import IMPLEMENTATION, FusedLayer, OffloadedSwitchExperts, SwitchLayer
 from .kernels import choose_kernel
-from .policies import Lru
+from .policies import Lru, Predicted
 from .predictor_thread import PredictorThread
 from .prefetch import Prefetcher, Windows
 from .readers import open_reader
@@ -152,7 +152,7 @@ class Foregate:
         self._read_before = 0
         return ExpertEngine(
             topology,
-            ExpertCache(num_slots, Lru(), probation=probation),
+            ExpertCache(num_slots, Predicted(topology) if acting else Lru(), probation=probation),
             self.transfers,
             clock,
             self.store.block_bytes,

@@ -1,9 +1,13 @@
-"""Eviction policies: who leaves the expert cache. `lru` ranks by the past, `belady` is told the future."""
+"""Eviction policies: who leaves the expert cache.
+
+`Lru` ranks by the past, `Predicted` by how often and how likely, `Belady` is told the future.
+"""
 
 from __future__ import annotations
 
 from .base import EvictionPolicy
 from .belady import Belady
 from .lru import Lru
+from .predicted import Predicted
 
-__all__ = ["Belady", "EvictionPolicy", "Lru"]
+__all__ = ["Belady", "EvictionPolicy", "Lru", "Predicted"]

@@ -10,9 +10,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
+import numpy as np
+
 
 class EvictionPolicy(ABC):
     """Rank resident experts; the least valuable leaves first."""
+
+    def foresee(self, demand: np.ndarray | None, *, acting: bool) -> None:  # noqa: B027 - optional
+        """Take the forecast for the event that follows; policies that rank by the past alone ignore it.
+
+        Args:
+            demand: float32 [all experts], probability that the present step uses each; None where there is none.
+            acting: False where forecasts are only observed.
+        """
 
     @abstractmethod
     def use(self, needed: Sequence[int], event: int) -> None:
