@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,9 +30,11 @@ class NpzTrace(Trace):
         """
         path = Path(path)
         try:
-            with np.load(path, allow_pickle=False) as file:
-                arrays = {name: file[name] for name in file.files}
-        except (OSError, ValueError, zipfile.BadZipFile, EOFError) as error:
+            with path.open("rb") as raw, zipfile.ZipFile(raw):  # np.load leaves a file open that is no archive
+                raw.seek(0)
+                with np.load(raw, allow_pickle=False) as file:
+                    arrays = {name: file[name] for name in file.files}
+        except (OSError, ValueError, zipfile.BadZipFile, EOFError, zlib.error) as error:
             raise TraceError(
                 f"{path} is no readable .npz trace ({error}); give a file with experts and offsets."
             ) from error
@@ -71,16 +74,18 @@ def _check(path: Path, arrays: dict[str, np.ndarray]) -> None:
     experts, offsets = arrays["experts"], arrays["offsets"]
     if experts.ndim != 3 or not np.issubdtype(experts.dtype, np.integer) or experts.size == 0:
         raise TraceError(f"{path}: experts must be integers [tokens, layers, k], got {experts.dtype} {experts.shape}.")
-    steps = np.diff(offsets) if offsets.ndim == 1 and len(offsets) > 1 else np.array([-1])
-    if offsets[0] != 0 or offsets[-1] != len(experts) or (steps < 0).any():
+    whole = offsets.ndim == 1 and len(offsets) > 1 and np.issubdtype(offsets.dtype, np.integer)
+    if not whole or offsets[0] != 0 or offsets[-1] != len(experts) or (np.diff(offsets) < 0).any():
+        got = f"{offsets.dtype} {offsets.ravel()[:1].tolist()} to {offsets.ravel()[-1:].tolist()}"
         raise TraceError(
-            f"{path}: offsets must rise from 0 to the number of tokens, {len(experts)}; "
-            f"got {offsets[:1].tolist()} to {offsets[-1:].tolist()}."
+            f"{path}: offsets must rise from 0 to the number of tokens, {len(experts)}, as integers; got {got}."
         )
     for name, per in (
         ("token_ids", len(experts)),
         ("weights", len(experts)),
         ("prompt_len", len(offsets) - 1),
+        ("conversation", len(offsets) - 1),
+        ("category", len(offsets) - 1),
     ):
-        if name in arrays and len(arrays[name]) != per:
-            raise TraceError(f"{path}: {name} has {len(arrays[name])} entries, expected {per}.")
+        if name in arrays and arrays[name].shape[:1] != (per,):
+            raise TraceError(f"{path}: {name} has shape {arrays[name].shape}, expected {per} entries.")

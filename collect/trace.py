@@ -10,37 +10,24 @@ length 3 and experts [3, 4]: columns 0..1 are layer 0 in router order, columns 2
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
+from typing import Any, Literal, get_args
 
 from .errors import SettingError, TraceError
+from .shard import SequenceRouting, join_parts, read_shard
 from .topology import MoeTopology, Stack
+
+__all__ = ["FORMAT_VERSION", "HEADER_NAME", "SequenceRouting", "Trace", "TraceHeader", "WeightsKind"]
 
 FORMAT_VERSION = 1
 HEADER_NAME = "trace.json"
-PART_TOKENS = 4096  # longer sequences continue in the next part, so that a row stays a few hundred KiB
+SHARD_GLOB = "shard-*.parquet"  # shard-RANK-NUMBER.parquet; the order of names is the order of the trace
 
-SCHEMA = pa.schema(
-    [
-        pa.field("sequence", pa.string(), nullable=False),
-        pa.field("part", pa.int32(), nullable=False),
-        pa.field("group", pa.string()),
-        pa.field("category", pa.string()),
-        pa.field("stack", pa.string(), nullable=False),
-        pa.field("source", pa.string()),
-        pa.field("prompt_tokens", pa.int32()),
-        pa.field("token_ids", pa.list_(pa.int32())),
-        pa.field("experts", pa.list_(pa.int16()), nullable=False),
-        pa.field("weights", pa.list_(pa.float16())),
-    ]
-)
+# "": not declared; none: the rows have no weights; finite: any numbers; unit: each in 0..1; normalized: a token's
+# weights in a layer are positive and sum to 1
+WeightsKind = Literal["", "none", "finite", "unit", "normalized"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +48,16 @@ class TraceHeader:
     """Dtype that the model ran in."""
     versions: dict[str, str] = field(default_factory=dict)
     """Library versions at recording."""
+    weights: WeightsKind = ""
+    """What the weights column holds; the checks hold the rows to it."""
     generation: dict[str, Any] = field(default_factory=dict)
     """Generation settings, empty for a plain forward."""
     seed: int | None = None
     """Seed of the recording run."""
+
+    def __post_init__(self) -> None:
+        if self.weights not in get_args(WeightsKind):
+            raise SettingError(f"weights must be one of {get_args(WeightsKind)}, got {self.weights!r}.")
 
     def to_json(self) -> dict[str, Any]:
         """Give the header as plain JSON values."""
@@ -92,39 +85,7 @@ class TraceHeader:
         try:
             return cls(topology=MoeTopology.from_json(value["topology"]), **known)
         except SettingError as error:
-            raise TraceError(f"{where} has no usable topology: {error}") from error
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class SequenceRouting:
-    """Hold the routing of one sequence (or one part of it) in one stack."""
-
-    sequence: str
-    """Id, unique in the trace."""
-    experts: np.ndarray
-    """int16 [T, sum of k over the stack's layers], router order, logical ids, -1 = dropped or absent."""
-    token_ids: np.ndarray | None = None
-    """int32 [T]; None where an import has no tokens."""
-    weights: np.ndarray | None = None
-    """float16, shape of experts."""
-    stack: Stack = "causal"
-    part: int = 0
-    group: str | None = None
-    """What must not be split between training and test: conversation, document, template."""
-    category: str | None = None
-    source: str | None = None
-    prompt_tokens: int | None = None
-    """How many of the sequence's tokens were the prompt."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of this row."""
-        return len(self.experts)
-
-    def layer_experts(self, topology: MoeTopology) -> list[np.ndarray]:
-        """Split the columns: one int16 [T, k] view per MoE layer of the row's stack."""
-        bounds = np.cumsum([0] + [topology.layers[i].top_k for i in topology.layers_of(self.stack)])
-        return [self.experts[:, a:b] for a, b in pairwise(bounds)]
+            raise TraceError(f"{where} is no usable header: {error}") from error
 
 
 class Trace:
@@ -162,74 +123,16 @@ class Trace:
             raise TraceError(
                 f"{header_path} is not readable JSON ({error}); record or import the trace again."
             ) from error
-        return cls(path, TraceHeader.from_json(value, str(header_path)), sorted(path.glob("shard-*.parquet")))
+        return cls(path, TraceHeader.from_json(value, str(header_path)), sorted(path.glob(SHARD_GLOB)))
 
     def __iter__(self) -> Iterator[SequenceRouting]:
         for shard in self.shards:
             yield from read_shard(shard, self.topology)
 
+    def sequences(self, stack: Stack | None = None) -> Iterator[SequenceRouting]:
+        """Iterate over whole sequences, the parts of each joined; of one stack, or of all."""
+        return join_parts(self if stack is None else self.rows(stack))
+
     def rows(self, stack: Stack) -> Iterator[SequenceRouting]:
         """Iterate over the rows of one stack."""
         return (row for row in self if row.stack == stack)
-
-
-def read_shard(path: Path, topology: MoeTopology) -> Iterator[SequenceRouting]:
-    """Iterate over the rows of one Parquet shard.
-
-    Raises:
-        TraceError: if the shard is damaged, lacks a column, or a row does not fit the topology.
-    """
-    widths = {stack: sum(topology.layers[i].top_k for i in topology.layers_of(stack)) for stack in topology.stacks}
-    try:
-        file = pq.ParquetFile(path)
-        missing = [name for name in ("sequence", "stack", "experts") if name not in file.schema_arrow.names]
-        if missing:
-            raise TraceError(
-                f"{path} lacks the column {missing[0]!r} of trace format v{FORMAT_VERSION}; record it again."
-            )
-        for group in range(file.num_row_groups):
-            table = file.read_row_group(group)
-            for index in range(table.num_rows):
-                yield _row(table, index, widths, f"{path}, row {index}")
-    except (pa.ArrowException, OSError) as error:
-        raise TraceError(f"{path} is damaged ({error}); delete this shard or record the trace again.") from error
-
-
-def _row(table: pa.Table, index: int, widths: Mapping[Stack, int], where: str) -> SequenceRouting:
-    def scalar(name: str) -> Any:
-        return table.column(name)[index].as_py() if name in table.column_names else None
-
-    def array(name: str, dtype: Any) -> np.ndarray | None:
-        if name not in table.column_names:
-            return None
-        values = table.column(name)[index].values
-        return None if values is None else values.to_numpy(zero_copy_only=False).astype(dtype, copy=False)
-
-    stack = scalar("stack")
-    width = widths.get(stack)
-    if width is None:
-        raise TraceError(f"{where} has stack {stack!r}; its topology has only {', '.join(widths)}.")
-    flat = array("experts", np.int16)
-    token_ids, weights = array("token_ids", np.int32), array("weights", np.float16)
-    num_tokens = 0 if flat is None else len(flat) // width
-    if (
-        flat is None
-        or num_tokens * width != len(flat)
-        or (token_ids is not None and len(token_ids) != num_tokens)
-        or (weights is not None and len(weights) != len(flat))
-    ):
-        raise TraceError(
-            f"{where} does not hold {width} experts per token for the tokens it lists; record or import it again."
-        )
-    return SequenceRouting(
-        sequence=scalar("sequence"),
-        part=scalar("part") or 0,
-        group=scalar("group"),
-        category=scalar("category"),
-        stack=stack,
-        source=scalar("source"),
-        prompt_tokens=scalar("prompt_tokens"),
-        token_ids=token_ids,
-        experts=flat.reshape(num_tokens, width),
-        weights=None if weights is None else weights.reshape(num_tokens, width),
-    )

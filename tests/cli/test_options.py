@@ -63,7 +63,7 @@ def test_config_fills_in_and_flags_win(tmp_path: Path) -> None:
 
 
 def test_unknown_config_names_what_is_legal() -> None:
-    with pytest.raises(SettingError, match="config must be the path of a YAML file or .*got 'fence'"):
+    with pytest.raises(SettingError, match=r"config must be the path of a YAML file or .*got 'fence'"):
         parse("--colour", "red", "--config", "fence")
 
 

@@ -1,0 +1,116 @@
+"""Opening a trace folder for writing: a new one, or one to go on with. Knows headers and which sequences are there."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from .atomic import replacing
+from .errors import TraceError
+from .shard import row_widths
+from .topology import MoeTopology
+from .trace import HEADER_NAME, Trace, TraceHeader
+
+CHANGING = ("versions",)  # header fields in which a resumed run may differ
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resumed:
+    """Say what a trace folder held when it was opened for writing."""
+
+    is_new: bool
+    """Whether the header was written now."""
+    made_folder: bool
+    """Whether the folder was made now."""
+    sequences: frozenset[str] = frozenset()
+    """Ids of the sequences that are complete."""
+    tokens: int = 0
+    """Tokens of their rows."""
+    next_shard: int = 0
+    """Number of this rank's next shard."""
+
+
+def open_folder(path: Path, header: TraceHeader, rank: int, *, resume: bool) -> Resumed:
+    """Make a trace folder with its header, or take stock of the one that is there; stale temporary files are removed.
+
+    Raises:
+        TraceError: if something stands at the path that may not be written to, or the headers differ.
+    """
+    if path.exists() and not path.is_dir():
+        raise TraceError(f"{path} is a file; give --out a folder that does not exist yet.")
+    own = f"shard-{rank:05d}-"
+    if not (path / HEADER_NAME).exists():
+        return _new(path, header, own)
+    shards = sorted(path.glob(f"{own}*.parquet"))
+    if not resume and (rank == 0 or shards):
+        raise TraceError(f"{path} holds a trace already; give --resume to go on with it, or another --out.")
+    trace = Trace.open(path)
+    _compare(path, trace.header, header)
+    for stale in path.glob(f".{own}*.tmp"):
+        stale.unlink()
+    sequences, tokens = _contents(trace)
+    return Resumed(
+        is_new=False,
+        made_folder=False,
+        sequences=frozenset(sequences),
+        tokens=tokens,
+        next_shard=int(shards[-1].stem.rpartition("-")[2]) + 1 if shards else 0,
+    )
+
+
+def _new(path: Path, header: TraceHeader, own: str) -> Resumed:
+    made_folder = not path.exists()
+    others = [] if made_folder else [item for item in path.iterdir() if not item.name.endswith(".tmp")]
+    if others:
+        raise TraceError(
+            f"{path} holds {others[0].name} and no {HEADER_NAME}; give --out a folder that is empty or does not exist."
+        )
+    path.mkdir(parents=True, exist_ok=True)
+    try:
+        with replacing(path / HEADER_NAME) as file:
+            file.write(json.dumps(header.to_json(), indent=1).encode() + b"\n")
+    except OSError:
+        if made_folder:
+            path.rmdir()
+        raise
+    return Resumed(is_new=True, made_folder=made_folder)
+
+
+def _compare(path: Path, there: TraceHeader, here: TraceHeader) -> None:
+    old, new = there.to_json(), here.to_json()
+    for name in new:
+        if name not in CHANGING and old[name] != new[name]:
+            if name == "topology":
+                old[name], new[name] = there.topology.describe(), here.topology.describe()
+            raise TraceError(
+                f"{path} was recorded with {name} {old[name]!r}, this run has {new[name]!r}; "
+                "give the same settings, or another --out."
+            )
+
+
+def _contents(trace: Trace) -> tuple[set[str], int]:
+    """List the sequences of all shards and count their tokens, reading only two columns."""
+    sequences: set[str] = set()
+    tokens = 0
+    for shard in trace.shards:
+        try:
+            table = pq.read_table(shard, columns=["sequence", "stack", "experts"])
+        except (pa.ArrowException, OSError) as error:
+            raise TraceError(
+                f"{shard} is damaged ({error}); delete this shard to record its sequences again."
+            ) from error
+        sequences.update(table.column("sequence").to_pylist())
+        tokens += _num_tokens(table, trace.topology)
+    return sequences, tokens
+
+
+def _num_tokens(table: pa.Table, topology: MoeTopology) -> int:
+    widths = row_widths(topology)
+    lengths = pc.list_value_length(table.column("experts")).to_pylist()  # type: ignore[attr-defined]
+    stacks = table.column("stack").to_pylist()
+    return sum(length // widths[stack] for length, stack in zip(lengths, stacks, strict=True))

@@ -1,0 +1,228 @@
+"""Writing a routing trace: a bounded queue, one writer thread, one Parquet file per shard. Knows no models or tensors.
+
+Threads: one caller thread uses write(), close() and statistics(); the writer thread alone makes shards. A row is
+checked in write(), a shard as a whole before it gets its name.
+Guarantees: trace.json is there before the first shard. A shard appears under its name only when it is complete, so a
+killed run loses at most its open shard. Rows of one write() call, and of successive calls for one sequence, share a
+shard. A failure of the writer thread is raised by the next write() or by close(), once; shards written before it stay
+valid. A run that ends before its first shard leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
+
+import pyarrow.parquet as pq
+
+from .atomic import replacing
+from .checks import FileCheck, OrderCheck, RowCheck
+from .errors import ClosedError, SettingError, TraceError
+from .resume import Resumed, open_folder
+from .shard import SequenceRouting, split_parts, stored, table_of
+from .trace import HEADER_NAME, TraceHeader
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WriterConfig:
+    """Set how a trace is cut into shards."""
+
+    shard_rows: int = 2048
+    """Rows of a shard before it is closed."""
+    shard_bytes: int = 16 * 2**20
+    """Bytes of a shard's rows in memory before it is closed."""
+    queue_rows: int = 64
+    """Calls of write() that may wait for the writer thread; further ones block."""
+    rank: int = 0
+    """Which of several processes that record into one trace this is; rank 0 opens it first, the others join it."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("shard_rows", 1), ("shard_bytes", 1), ("queue_rows", 1), ("rank", 0)):
+            if getattr(self, name) < least:
+                raise SettingError(f"{name} must be at least {least}, got {getattr(self, name)}.")
+
+
+class WriterStats(NamedTuple):
+    """Count what was handed to a writer, and what it found in the trace that it goes on with."""
+
+    sequences: int
+    rows: int
+    tokens: int
+    shards: int
+    resumed_sequences: int
+    resumed_tokens: int
+
+
+class TraceWriter:
+    """Write rows into a trace folder.
+
+        with TraceWriter(path, header) as writer:
+            writer.write(row)                    # a causal sequence
+            writer.write(encoder_row, decoder_row)
+
+    Args:
+        path: folder of the trace; it must not hold a trace yet, unless `resume`.
+        header: of the trace.
+        resume: go on with the trace that is there, if one is; its header must be the same.
+        config: shard sizes, queue length, rank.
+        text: write the column of texts.
+
+    Raises:
+        TraceError: if something stands at the path already, or the trace to go on with has another header.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        header: TraceHeader,
+        *,
+        resume: bool = False,
+        config: WriterConfig | None = None,
+        text: bool = False,
+    ) -> None:
+        self.path, self.header, self.config, self.text = Path(path), header, config or WriterConfig(), text
+        self._check_row, self._check_order = RowCheck(header), OrderCheck()
+        self._resumed: Resumed = open_folder(self.path, header, self.config.rank, resume=resume)
+        self._sequences: set[str] = set()
+        self._rows = self._tokens = self._shards = 0
+        self._failure: BaseException | None = None
+        self._failed = self._closed = False
+        self._queue: queue.Queue[list[SequenceRouting] | None] = queue.Queue(self.config.queue_rows)
+        self._thread = threading.Thread(target=self._work, name="foregate-trace-writer", daemon=True)
+        self._thread.start()
+
+    def finished(self, sequence: str) -> bool:
+        """Say whether a sequence was in the trace when the writer opened it."""
+        return sequence in self._resumed.sequences
+
+    def write(self, *rows: SequenceRouting) -> None:
+        """Hand over rows, best all rows of a sequence in one call; their arrays must not change afterwards.
+
+        Rows over PART_TOKENS tokens are cut into parts. Blocks while the queue is full.
+
+        Raises:
+            TraceError: if a row fails a check, or its sequence stands in the trace already; the rows are not written.
+            ClosedError: if the writer was closed or has failed before.
+            OSError: if the writer thread could not write, as on a full disk.
+        """
+        self._raise_failure()
+        if self._closed or self._failed:
+            raise ClosedError(f"The writer of {self.path} is closed; open the trace again with resume.")
+        parts = [part for row in rows for part in split_parts(stored(row))]
+        for part in parts:
+            reasons = self._check_row(part)
+            if not reasons and self.finished(part.sequence):
+                reasons = ["it stands in the trace already"]
+            reasons = reasons or self._check_order(part)
+            if reasons:
+                raise TraceError(
+                    f"Sequence {part.sequence!r} ({part.stack}, part {part.part}) cannot be recorded: {reasons[0]}; "
+                    "mend or leave it out."
+                )
+        self._sequences.update(part.sequence for part in parts)
+        self._rows += len(parts)
+        self._tokens += sum(part.num_tokens for part in parts)
+        if parts:
+            self._queue.put(parts)
+
+    def close(self) -> None:
+        """Write the open shard and join the thread; a second call does nothing.
+
+        Raises:
+            OSError: if the writer thread could not write.
+            TraceError: if the rows of a shard failed their checks together.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._queue.put(None)
+        self._thread.join()
+        if self._resumed.is_new and not self._shards:
+            self._remove()
+        self._raise_failure()
+
+    def statistics(self) -> WriterStats:
+        """Give the counts so far."""
+        return WriterStats(
+            sequences=len(self._sequences),
+            rows=self._rows,
+            tokens=self._tokens,
+            shards=self._shards,
+            resumed_sequences=len(self._resumed.sequences),
+            resumed_tokens=self._resumed.tokens,
+        )
+
+    def __enter__(self) -> TraceWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            with contextlib.suppress(Exception):  # the caller's error is the one to show
+                self.close()
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _remove(self) -> None:
+        (self.path / HEADER_NAME).unlink(missing_ok=True)
+        if self._resumed.made_folder:
+            with contextlib.suppress(OSError):  # somebody else's file is in it by now
+                self.path.rmdir()
+
+    def _work(self) -> None:
+        """Run in the writer thread: gather rows, write a shard when enough are there, drain after a failure."""
+        rows: list[SequenceRouting] = []
+        num_bytes = 0
+        while True:
+            parts = self._queue.get()
+            if self._failed:
+                if parts is None:
+                    return
+                continue  # so that a blocked write() comes free
+            try:
+                full = len(rows) >= self.config.shard_rows or num_bytes >= self.config.shard_bytes
+                apart = parts is None or parts[0].sequence != rows[-1].sequence if rows else False
+                if rows and apart and (full or parts is None):
+                    self._write_shard(rows)
+                    rows, num_bytes = [], 0
+                if parts is None:
+                    return
+                rows += parts
+                num_bytes += sum(_num_bytes(part) for part in parts)
+            except BaseException as error:
+                self._failure, rows = error, []
+                self._failed = True
+                if parts is None:
+                    return
+
+    def _write_shard(self, rows: list[SequenceRouting]) -> None:
+        name = f"shard-{self.config.rank:05d}-{self._resumed.next_shard + self._shards:05d}.parquet"
+        check = FileCheck(self.header.topology)
+        for index, row in enumerate(rows):
+            check.add(row, index)
+        for _, reason in check.zeros():
+            raise TraceError(f"{self.path / name} is not written: {reason}; check that the routers ran.")
+        for index, reason in check.repeats():
+            log.warning("%s, row %s: %s; leave it out before training.", self.path / name, index, reason)
+        with replacing(self.path / name) as file:
+            pq.write_table(table_of(rows, text=self.text), file, compression="zstd", row_group_size=len(rows))
+        self._shards += 1
+
+
+def _num_bytes(row: SequenceRouting) -> int:
+    arrays = (row.experts, row.token_ids, row.weights)
+    return sum(array.nbytes for array in arrays if array is not None) + len(row.text or "")
