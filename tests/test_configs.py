@@ -37,7 +37,8 @@ def parser_for(path: Path) -> jsonargparse.ArgumentParser:
 
 def read(parser: jsonargparse.ArgumentParser, path: Path) -> Any:
     """Parse a config as `--config PATH` does; required arguments that a config leaves to the user are made up."""
-    missing = sorted(set(parser.required_args) - set(yaml.safe_load(path.read_text(encoding="utf-8"))))
+    required = {action.dest for action in parser._actions if action.required}
+    missing = sorted(required - set(yaml.safe_load(path.read_text(encoding="utf-8"))))
     return parser.parse_args([*(f"--{name}=x" for name in missing), "--config", str(path)])
 
 
