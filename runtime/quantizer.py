@@ -1,7 +1,8 @@
 """The seam into transformers: with `quant_method: foregate` in config.json a model is built without its experts.
 
 transformers calls the quantizer before weights are loaded (the experts modules lose their parameters, so that nothing
-is read for them) and after (the model gets slots, engine and predictor as `model.foregate`). Registered on import.
+is read for them) and after (the model gets slots, engine and predictor as `model.foregate`). Registered on import, which
+`registration` sees to.
 """
 
 from __future__ import annotations
