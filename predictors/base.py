@@ -12,7 +12,7 @@ token uses this expert" (they sum to about top-k over a layer), not of a softmax
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -56,6 +56,27 @@ class PredictorSpec:
     def shape(self) -> tuple[int, int]:
         """(L, E) of the output."""
         return len(self.layers), max(self.topology.layers[i].num_experts for i in self.layers)
+
+    def to_json(self) -> dict[str, Any]:
+        """Give the spec as plain JSON values."""
+        return {
+            "family": self.family,
+            "horizon": self.horizon,
+            "stack": self.stack,
+            "vocab_size": self.vocab_size,
+            "topology": self.topology.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> PredictorSpec:
+        """Read what `to_json` gave; other keys are ignored.
+
+        Raises:
+            KeyError: if a key is missing.
+            SettingError: if the topology is none.
+        """
+        names = ("family", "horizon", "stack", "vocab_size")
+        return cls(topology=MoeTopology.from_json(value["topology"]), **{name: value[name] for name in names})
 
 
 @runtime_checkable

@@ -1,0 +1,79 @@
+"""Writing predictor bundles: graph, weights and card, whole or not at all. Needs torch; reading them does not."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..collect.trace import SequenceRouting
+from .bundle import GRAPH, SEQUENCES, WEIGHTS, Bundle, replacing_folder, seal
+from .network import Network, TokenNetwork
+from .onnx_graph import export_graph, parity
+from .onnx_predictor import step_feeds
+from .onnx_session import Session
+from .rows import fingerprint
+
+VERSIONED = ("foregate", "torch", "onnx", "onnxscript", "onnxruntime", "numpy")
+LATENCY_TOKENS = 128  # length at which a sequence graph is timed
+REAL_ROWS = 3
+
+
+def write_bundle(
+    out: str | Path,
+    network: Network,
+    *,
+    card: dict[str, Any] | None = None,
+    real: Sequence[SequenceRouting] = (),
+    trained_on: Sequence[SequenceRouting] = (),
+) -> Bundle:
+    """Export a network to a bundle folder, replacing a bundle that stands there.
+
+    Args:
+        out: the folder.
+        network: what to export; it is set to evaluation.
+        card: further entries for card.json: model, fingerprints, training, metrics, calibration.
+        real: sequences for the parity report, the first few of which are used.
+        trained_on: sequences whose fingerprints are kept.
+
+    Raises:
+        BundleError: if the graph differs from the network by more than 1e-4, or `out` is something else.
+    """
+    from safetensors.numpy import save_file
+
+    out = Path(out)
+    with replacing_folder(out) as folder:
+        graph = export_graph(network)
+        report = parity(network, graph, real[:REAL_ROWS])
+        (folder / GRAPH).write_bytes(graph)
+        spec, session = network.spec, Session(graph)
+        state = network.start(1) if isinstance(network, TokenNetwork) else {}
+        tensors = {f"network.{name}": value.detach().numpy() for name, value in network.state_dict().items()}
+        tensors |= {f"start.{name}": value.detach().numpy() for name, value in state.items()}
+        tensors[SEQUENCES] = np.array(sorted({fingerprint(row) for row in trained_on}), dtype=np.int64)
+        save_file({name: np.ascontiguousarray(value) for name, value in tensors.items()}, folder / WEIGHTS)
+        entries = {
+            **spec.to_json(),
+            "window": getattr(network.settings, "window", None) if state else None,
+            "settings": network.settings.to_json(),
+            "state": list(state),
+            **session.signature(),
+            "parity": report,
+            "latency_ms": session.latency_ms(_timed_feeds(network)),
+            "versions": {name: version(name) for name in VERSIONED} | {"python": platform.python_version()},
+        }
+        seal(folder, entries | (card or {}))
+    return Bundle.open(out)
+
+
+def _timed_feeds(network: Network) -> dict[str, np.ndarray]:
+    """Give one step's inputs, or a sequence's."""
+    if isinstance(network, TokenNetwork):
+        state = {name: value.numpy() for name, value in network.start(1).items()}
+        return step_feeds(np.zeros(1, np.int64), np.zeros((1, *network.spec.shape), np.float32), state)
+    ids = np.zeros((1, LATENCY_TOKENS), dtype=np.int64)
+    return {"token_ids": ids, "mask": np.ones(ids.shape, dtype=bool)}

@@ -1,0 +1,76 @@
+"""Predictors out of bundles, run by onnxruntime alone: no torch, one thread, state in the caller's hands.
+
+Thread-safe as onnxruntime sessions are: state is an argument, so sequences interleave freely.
+"""
+
+# B batch, T tokens, L MoE layers, E experts
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..collect.errors import SettingError
+from .base import Step
+from .bundle import GRAPH, Bundle
+from .onnx_session import Session, state_names
+
+State = dict[str, np.ndarray]
+
+
+def step_feeds(token_ids: np.ndarray, previous: np.ndarray, state: State) -> dict[str, np.ndarray]:
+    """Name a step's inputs as the graph does."""
+    return {
+        "token_ids": token_ids,
+        "previous": previous,
+        **dict(zip(state_names("state", state), state.values(), strict=True)),
+    }
+
+
+class OnnxTokenPredictor:
+    """Predict all MoE layers of the next token; satisfies `TokenPredictor`."""
+
+    def __init__(self, bundle: Bundle) -> None:
+        self.spec = bundle.spec
+        self._session = Session(str(bundle.path / GRAPH))
+        self._start = bundle.start()
+
+    def start(self, batch: int) -> State:
+        """Give the state before the first token of `batch` sequences: named arrays, the batch first."""
+        return {name: np.repeat(value, batch, axis=0) for name, value in self._start.items()}
+
+    def step(self, step: Step, state: object) -> tuple[np.ndarray, State]:
+        """Give float32 probabilities [B, L, E], and the next state; the given state stays as it is.
+
+        Raises:
+            SettingError: if the inputs do not have the spec's shape.
+        """
+        assert isinstance(state, dict)
+        ids = np.asarray(step.token_ids, dtype=np.int64)
+        previous = np.asarray(step.previous, dtype=np.float32)
+        if ids.ndim != 1 or previous.shape != (len(ids), *self.spec.shape):
+            raise SettingError(
+                f"A step takes ids [B] and previous [B, {self.spec.shape[0]}, {self.spec.shape[1]}]; got "
+                f"{list(ids.shape)} and {list(previous.shape)}."
+            )
+        probabilities, *after = self._session.run(step_feeds(ids, previous, state))
+        return probabilities, dict(zip(state, after, strict=True))
+
+
+class OnnxBatchPredictor:
+    """Predict all MoE layers of all tokens of a batch; satisfies `BatchPredictor`."""
+
+    def __init__(self, bundle: Bundle) -> None:
+        self.spec = bundle.spec
+        self._session = Session(str(bundle.path / GRAPH))
+
+    def predict(self, token_ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        """Give float32 probabilities [B, T, L, E].
+
+        Raises:
+            SettingError: if ids and mask do not have one shape [B, T].
+        """
+        ids, mask = np.asarray(token_ids, dtype=np.int64), np.asarray(mask, dtype=bool)
+        if ids.ndim != 2 or ids.shape != mask.shape:
+            raise SettingError(f"A batch takes ids and mask of one shape [B, T]; got {ids.shape} and {mask.shape}.")
+        (probabilities,) = self._session.run({"token_ids": ids, "mask": mask})
+        return probabilities
