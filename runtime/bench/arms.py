@@ -81,8 +81,12 @@ class _Stopwatch:
         """Take the end of the text."""
 
 
-def generate(model: Any, prompt: torch.Tensor, new_tokens: int, clock: Clock) -> Generation:
-    """Generate exactly `new_tokens` greedily from one prompt [1, T] and time it."""
+def generate(model: Any, prompt: torch.Tensor, new_tokens: int, clock: Clock, seed: int = 0) -> Generation:
+    """Sample exactly `new_tokens` from one prompt [1, T] and time it; equal logits and seeds give equal tokens.
+
+    Sampling, since greedy text of a small model soon repeats itself, and with it its experts.
+    """
+    torch.manual_seed(seed)
     watch = _Stopwatch(clock)
     start = clock.now()
     with torch.no_grad():
@@ -91,7 +95,7 @@ def generate(model: Any, prompt: torch.Tensor, new_tokens: int, clock: Clock) ->
             attention_mask=torch.ones_like(prompt),
             max_new_tokens=new_tokens,
             min_new_tokens=new_tokens,
-            do_sample=False,
+            do_sample=True,
             streamer=watch,
         )
     end = clock.now()
@@ -105,6 +109,7 @@ def run_arms(
     *,
     new_tokens: int,
     passes: int,
+    seed: int = 0,
     between: Callable[[], None] = lambda: None,
     progress: Callable[[str, int], None] = lambda name, index: None,
     clock: Clock | None = None,
@@ -122,4 +127,6 @@ def run_arms(
         for name in names[index % len(names) :] + names[: index % len(names)]:
             progress(name, index)
             arm = arms[name]
-            arm.passes.append([generate(arm.model, prompt, new_tokens, clock) for prompt in prompts])
+            arm.passes.append(
+                [generate(arm.model, prompt, new_tokens, clock, seed + i) for i, prompt in enumerate(prompts)]
+            )
