@@ -1,0 +1,204 @@
+"""The training loop's view of a predictor: teacher-forced loss, optimizer, schedule, recall on validation sequences.
+
+Knows networks by their contract (token or batch horizon), no family. Its checkpoints hold tensors and plain values
+only, so that they load with weights_only=True.
+"""
+
+# B batch, T tokens, L MoE layers, E experts, K experts per token
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import Timer
+from torch import Tensor
+
+from ..collect.errors import DataError, SettingError
+from ..predictors.base import PredictorSpec
+from ..predictors.metrics import RecallMeter, ranks
+from ..predictors.network import BatchNetwork, Network, NetworkSettings, TokenNetwork
+from ..predictors.registry import settings_from_json
+from ..predictors.rows import RoutingStatistics
+from .data import Batch
+from .losses import LOSSES
+
+KEY = "foregate"  # our entry in a Lightning checkpoint
+
+
+class PredictorModule(L.LightningModule):
+    """Train one network.
+
+    Args:
+        network: family and sizes.
+        learning_rate: highest learning rate.
+        weight_decay: decay of matrices; vectors and embeddings have none.
+        lookup_share: share of the learning rate at which embeddings and skip connections learn.
+        warmup_share: share of the run in which the learning rate rises; a cosine falls afterwards.
+        final_share: share of the learning rate that is left at the end.
+    """
+
+    def __init__(
+        self,
+        network: NetworkSettings,
+        learning_rate: float = 2e-3,
+        weight_decay: float = 0.01,
+        lookup_share: float = 0.1,
+        warmup_share: float = 0.03,
+        final_share: float = 0.02,
+    ) -> None:
+        super().__init__()
+        for name, value in (
+            ("learning_rate", learning_rate),
+            ("weight_decay", weight_decay),
+            ("lookup_share", lookup_share),
+        ):
+            if value < 0:
+                raise SettingError(f"{name} must not be negative, got {value}.")
+        for name, value in (("warmup_share", warmup_share), ("final_share", final_share)):
+            if not 0 <= value < 1:
+                raise SettingError(f"{name} must lie in [0, 1), got {value}.")
+        self.network_settings = network
+        self.rates = {
+            "learning_rate": learning_rate,
+            "weight_decay": weight_decay,
+            "lookup_share": lookup_share,
+            "warmup_share": warmup_share,
+            "final_share": final_share,
+        }
+        self.data_settings: dict[str, Any] = {}  # where training data came from, kept in checkpoints for the export
+        self.meter: RecallMeter | None = None
+        self._network: Network | None = None
+
+    @property
+    def network(self) -> Network:
+        """The network, once `build` or `load` made it."""
+        assert self._network is not None, "build() first"
+        return self._network
+
+    def build(self, spec: PredictorSpec, known_ids: np.ndarray, statistics: RoutingStatistics | None = None) -> None:
+        """Make the network for a spec, started from the statistics where they are given."""
+        self._network = self.network_settings.build(spec, known_ids)
+        self._known_ids = torch.as_tensor(known_ids, dtype=torch.int64)
+        if statistics is not None:
+            self._network.warm_start(statistics)
+
+    def logits(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Give the logits of a batch, fed the true past, and the experts used, both [B, T, L, E]."""
+        used = many_hot(batch.experts, self.network.spec.shape[1])
+        if isinstance(self.network, TokenNetwork):
+            before = many_hot(batch.before, self.network.spec.shape[1])
+            previous = torch.cat([before[:, None], used[:, :-1]], dim=1)
+            return self.network(batch.ids, previous, self.network.start(len(used)))[0], used
+        assert isinstance(self.network, BatchNetwork)
+        return self.network(batch.ids, batch.mask), used
+
+    def training_step(self, batch: Batch, batch_index: int) -> Tensor:
+        """Give the loss of a batch."""
+        logits, used = self.logits(batch)
+        loss = LOSSES[self.network.settings.link](logits, used, self.network.exists_LE, batch.scored)
+        self.log("loss", loss, prog_bar=True, batch_size=len(batch.ids))
+        return loss
+
+    def on_validation_epoch_start(self) -> None:
+        """Start measuring."""
+        self.meter = RecallMeter(self.network.spec.shape[1])
+
+    def validation_step(self, batch: Batch, batch_index: int) -> None:
+        """Rank the true experts of a batch."""
+        assert self.meter is not None
+        logits, used = self.logits(batch)
+        loss = LOSSES[self.network.settings.link](logits, used, self.network.exists_LE, batch.scored)
+        self.log("validation_loss", loss, batch_size=len(batch.ids))
+        scores = self.network.probabilities(logits).float().cpu().numpy()
+        experts, scored = batch.experts.cpu().numpy(), batch.scored.cpu().numpy().copy()
+        scored[batch.first.cpu().numpy(), 0] = False
+        for index in range(len(scores)):
+            kept = scored[index]
+            self.meter.add_ranks(ranks(scores[index][kept], experts[index][kept]))
+
+    def on_validation_epoch_end(self) -> None:
+        """Log recall when naming each layer's own top-k."""
+        assert self.meter is not None
+        self.log("validation_recall", self.meter.recall([int(k) for k in self.network.top_k_L]), prog_bar=True)
+
+    def progress(self) -> float:
+        """Give the share of the run that is over, by steps, epochs or time, whichever is furthest."""
+        trainer, shares = self.trainer, [0.0]
+        if trainer.max_steps and trainer.max_steps > 0:
+            shares.append(trainer.global_step / trainer.max_steps)
+        if trainer.max_epochs and trainer.max_epochs > 0:  # the number of batches is infinite until they are loaded
+            shares.append(trainer.global_step / (trainer.max_epochs * max(1, trainer.num_training_batches)))
+        for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
+            remaining = callback.time_remaining() if isinstance(callback, Timer) else None
+            if isinstance(callback, Timer) and remaining is not None:
+                elapsed = callback.time_elapsed()
+                shares.append(elapsed / max(elapsed + remaining, 1e-9))
+        return min(1.0, max(shares))
+
+    def configure_optimizers(self) -> Any:
+        """Give AdamW and a schedule that follows `progress`, so that any limit ends with a small learning rate."""
+        rates = self.rates
+        lookup, matrices, vectors = [], [], []
+        for name, parameter in self.named_parameters():
+            slow = "embedding" in name or "skip" in name  # started from counts, and prone to learn sequences by heart
+            (lookup if slow else matrices if parameter.ndim == 2 else vectors).append(parameter)
+        groups = [
+            {"params": lookup, "lr": rates["learning_rate"] * rates["lookup_share"], "weight_decay": 0.0},
+            {"params": matrices, "weight_decay": rates["weight_decay"]},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=rates["learning_rate"])
+
+        def factor(step: int) -> float:
+            done = self.progress()
+            rising = min(1.0, done / rates["warmup_share"]) if rates["warmup_share"] else 1.0
+            falling = 0.5 * (1 + math.cos(math.pi * done))
+            return max(rising * (rates["final_share"] + (1 - rates["final_share"]) * falling), 1e-3)
+
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add what rebuilds the network, as plain values."""
+        spec = self.network.spec
+        checkpoint[KEY] = {
+            "settings": self.network_settings.to_json(),
+            "rates": self.rates,
+            "spec": spec.to_json(),
+            "known_ids": self._known_ids,
+            "data": self.data_settings,
+        }
+
+    @classmethod
+    def load(cls, path: str | Path) -> PredictorModule:
+        """Rebuild a module from a checkpoint.
+
+        Raises:
+            DataError: if the file is missing or no checkpoint of foregate.
+        """
+        try:
+            checkpoint = torch.load(Path(path), map_location="cpu", weights_only=True)
+            stored = checkpoint[KEY]
+        except Exception as error:  # what torch.load raises depends on what the file holds instead
+            raise DataError(
+                f"{path} is no checkpoint of foregate train ({type(error).__name__}); name a .ckpt file of its run."
+            ) from error
+        spec = PredictorSpec.from_json(stored["spec"])
+        module = cls(settings_from_json(spec.family, stored["settings"]), **stored["rates"])
+        module.build(spec, stored["known_ids"].numpy())
+        module.load_state_dict(checkpoint["state_dict"])
+        module.data_settings = stored["data"]
+        return module
+
+
+def many_hot(experts: Tensor, num_experts: int) -> Tensor:
+    """Give float32 [..., E]: 1 where the token uses the expert, from ids [..., K] with -1 for none."""
+    ids = experts.long()
+    out = torch.zeros(*ids.shape[:-1], num_experts + 1, device=ids.device)
+    out.scatter_(-1, torch.where(ids < 0, num_experts, ids), 1.0)
+    return out[..., :num_experts]
