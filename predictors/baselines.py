@@ -129,10 +129,14 @@ class LayerPair(Baseline):
     def _fit(self, rows: list[SequenceRouting]) -> None:
         super()._fit(rows)
         num_layers, num_experts = self.spec.shape
-        pairs = np.zeros((num_layers - 1, num_experts, num_experts))
+        pairs = np.zeros((num_layers - 1) * num_experts**2)
+        layers = np.arange(num_layers - 1)[:, None, None] * num_experts**2
         for row in rows:
-            hot = many_hot(dense(row, self.spec.topology), num_experts)
-            pairs += np.matmul(hot[:, :-1].transpose(1, 2, 0), hot[:, 1:].transpose(1, 0, 2))
+            experts = dense(row, self.spec.topology).astype(np.int64)
+            here, after = experts[:, :-1, :, None], experts[:, 1:, None, :]
+            entries = layers + here * num_experts + after
+            pairs += np.bincount(entries[(here >= 0) & (after >= 0)], minlength=len(pairs))
+        pairs = pairs.reshape(num_layers - 1, num_experts, num_experts)
         uses = np.maximum(self.popularity_[:-1, :, None] * sum(row.num_tokens for row in rows), 1)
         self.following_ = (pairs / uses).astype(np.float32)  # P(e uses layer l+1 | d used in layer l)
 

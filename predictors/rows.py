@@ -110,19 +110,26 @@ def statistics(rows: Sequence[SequenceRouting], topology: MoeTopology, num_exper
     rank = np.argsort(seen)  # positions of the sorted ids
     num_layers = len(topology.layers_of(rows[0].stack))
     uses = np.zeros((len(seen), num_layers, num_experts), dtype=np.float32)
-    total, num_tokens = np.zeros((num_layers, num_experts)), 0
+    total, num_tokens = np.zeros(num_layers * num_experts), 0
     for row in rows:
-        hot = many_hot(dense(row, topology), num_experts)
-        total += hot.sum(0)
-        num_tokens += len(hot)
+        entries, tokens = _entries(dense(row, topology), num_experts)
+        total += np.bincount(entries, minlength=len(total))
+        num_tokens += row.num_tokens
         if len(seen):
             row_ids = ids_of(row)
             places = rank[np.searchsorted(seen, row_ids, sorter=rank).clip(max=len(seen) - 1)]
-            known = seen[places] == row_ids
-            np.add.at(uses, places[known], hot[known])
+            known = (seen[places] == row_ids)[tokens]
+            np.add.at(uses.reshape(-1), places[tokens[known]] * len(total) + entries[known], np.float32(1))
     return RoutingStatistics(
-        popularity_LE=(total / num_tokens).astype(np.float32),
+        popularity_LE=(total / num_tokens).astype(np.float32).reshape(num_layers, num_experts),
         token_ids=seen.astype(np.int64),
         counts_S=counts.astype(np.float32),
         uses_SLE=uses,
     )
+
+
+def _entries(experts_TLK: np.ndarray, num_experts: int) -> tuple[np.ndarray, np.ndarray]:
+    """Give the flat (layer, expert) of every use, and the token that it belongs to."""
+    flat = experts_TLK.astype(np.int64) + np.arange(experts_TLK.shape[1])[:, None] * num_experts
+    used = experts_TLK >= 0
+    return flat[used], np.nonzero(used)[0]
