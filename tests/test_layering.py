@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import subprocess
 import sys
@@ -19,6 +20,12 @@ HEAVY = {"lightning", "pytorch_lightning", "wandb", "sklearn", "sru", "datasets"
 MOST_CPU_S = 3.0
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    """Parse a file."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def name_of(path: Path) -> str:
     """Give a file's dotted module name under `foregate`."""
     parts = list(path.relative_to(ROOT).with_suffix("").parts)
@@ -29,7 +36,7 @@ def imports_of(path: Path) -> list[tuple[int, str]]:
     """List (line, absolute dotted name) of everything that a file imports, at any depth of nesting."""
     package = list(path.relative_to(ROOT).parent.parts)
     found = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level:
@@ -43,8 +50,7 @@ def imports_of(path: Path) -> list[tuple[int, str]]:
 
 def calls_of(path: Path) -> list[tuple[int, str]]:
     """List (line, source text of the callee) of every call in a file."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    return [(node.lineno, ast.unparse(node.func)) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [(node.lineno, ast.unparse(node.func)) for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call)]
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
@@ -65,8 +71,7 @@ def test_imports_keep_the_order(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_imports_inside_are_relative_and_resolve(path: Path) -> None:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    for node in ast.walk(tree):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             bad = [alias.name for alias in node.names if alias.name.split(".")[0] == "foregate"]
             assert not bad, f"{path}:{node.lineno} imports {bad}: write a relative import"
@@ -144,7 +149,7 @@ def test_library_code_prints_nothing(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_no_code_changes_the_process_when_imported(path: Path) -> None:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = tree_of(path)
     inside = {
         id(child)
         for node in ast.walk(tree)
