@@ -52,6 +52,8 @@ class TraceHeader:
     """What the weights column holds; the checks hold the rows to it."""
     generation: dict[str, Any] = field(default_factory=dict)
     """Generation settings, empty for a plain forward."""
+    recording: dict[str, Any] = field(default_factory=dict)
+    """Data and lengths of the recording: what a resumed run must agree in."""
     seed: int | None = None
     """Seed of the recording run."""
 

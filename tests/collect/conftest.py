@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+import torch
 from foregate.collect.topology import MoeLayer, MoeTopology
 from foregate.collect.trace import SequenceRouting, TraceHeader
 
 MakeRow = Callable[..., SequenceRouting]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Run tiny models on one thread: on a busy machine several wait for each other longer than they work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

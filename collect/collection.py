@@ -1,0 +1,266 @@
+"""One recording run: a model, a corpus and settings in, a trace out. Knows the order of work, and no command line."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import itertools
+import logging
+import platform
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import numpy as np
+
+from .architectures import model_fingerprint, topology_of
+from .batches import Overflow, Piece, batches_of, pieces_of
+from .corpora import Columns, Document, open_corpus
+from .errors import DataError, SettingError
+from .passes import Generation, Passes
+from .pretrained import Dtype, load_pretrained, model_name, tokenizer_fingerprint
+from .recorder import RoutingRecorder
+from .shard import SequenceRouting
+from .trace import TraceHeader, WeightsKind
+from .writer import TraceWriter
+
+log = logging.getLogger(__name__)
+
+PROBE_TOKENS = 16  # of the first text, run once before anything is written
+Progress = Callable[[int, int], None]  # (sequences, tokens) that were recorded since the last call
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CollectConfig:
+    """Record which experts a model chooses for each token of a corpus."""
+
+    model: str
+    """Folder of a transformers model or of a packed store, or a name on the Hugging Face hub."""
+    data: str
+    """topics, glue/sst2, glue/mrpc, glue/rte, a text, .jsonl, .tsv or .csv file, or a data set of the hub."""
+    out: str
+    """Folder of the trace to write."""
+    split: str = "train"
+    """Split of a data set; local files and topics have none."""
+    subset: str | None = None
+    """Configuration of a hub data set."""
+    text_column: str = "text"
+    """Column with the text, of tables and hub data sets."""
+    target_column: str | None = None
+    """Column with the target text, for encoder-decoder models."""
+    group_column: str | None = None
+    """Column with what must not be split between training and test."""
+    category_column: str | None = None
+    """Column with the domain label."""
+    max_sequences: int | None = None
+    """Sequences of the trace; all of the corpus without it."""
+    max_tokens: int = 512
+    """Most tokens of a text's sequence, generated ones not counted."""
+    overflow: Overflow = "split"
+    """What becomes of longer texts: split into several sequences of one group, or cut off."""
+    batch_size: int = 8
+    """Sequences that run together."""
+    generate: int = 0
+    """Most tokens to generate after each text; 0 records the text alone."""
+    temperature: float = 0.0
+    """Of the generation: 0 takes the most likely token, above it tokens are drawn."""
+    dtype: Dtype = "auto"
+    """Arithmetic of the model: auto is the checkpoint's own."""
+    device: str = "auto"
+    """Where the model runs: auto is the first CUDA device, or the CPU."""
+    seed: int = 0
+    """Seed of drawn tokens."""
+    resume: bool = False
+    """Go on with the trace where it stopped."""
+    with_text: bool = False
+    """Store the texts beside their token ids."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_tokens", 1), ("batch_size", 1), ("generate", 0), ("max_sequences", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise SettingError(f"{name} must be at least {least}, got {value}.")
+        if self.temperature < 0:
+            raise SettingError(f"temperature must be 0 or more, got {self.temperature}.")
+        if self.temperature > 0 and not self.generate:
+            raise SettingError(f"temperature is {self.temperature} and generate is 0; give --generate N with it.")
+        for name, kind in (("overflow", Overflow), ("dtype", Dtype)):
+            if getattr(self, name) not in get_args(kind):
+                raise SettingError(f"{name} must be one of {', '.join(get_args(kind))}, got {getattr(self, name)!r}.")
+
+
+class CollectResult(NamedTuple):
+    """Say what a trace holds after a run."""
+
+    trace: Path
+    sequences: int
+    """Sequences of the whole trace."""
+    tokens: int
+    """Tokens of the whole trace, of both stacks where there are two."""
+    new_sequences: int
+    """Sequences that this run recorded."""
+    new_tokens: int
+    """Tokens that this run recorded."""
+    seconds: float
+    """Time of this run's forwards and writing, without loading the model."""
+
+
+def collect(
+    config: CollectConfig, *, loaded: tuple[Any, Any] | None = None, progress: Progress | None = None
+) -> CollectResult:
+    """Record a trace. Runs with equal settings give equal traces, whether or not they were interrupted and resumed.
+
+    Args:
+        config: settings.
+        loaded: a model and its tokenizer, in place of loading `config.model`.
+        progress: called after each window of batches.
+
+    Raises:
+        DataError: if the corpus is missing, cannot be read, or holds no text.
+        ModelError: if the model cannot be loaded or recorded.
+        TraceError: if there is a trace already that this run may not go on with.
+        OSError: on a full disk, with the shards written so far left valid.
+    """
+    documents = _documents(config)
+    name = model_name(config.model)
+    model: Any
+    model, tokenizer = loaded or load_pretrained(
+        config.model, dtype=config.dtype, device=config.device, trust_remote_code=config.trust_remote_code
+    )
+    model.eval()
+    generation = None
+    if config.generate:
+        generation = Generation(max_new_tokens=config.generate, temperature=config.temperature, seed=config.seed)
+    vocab_size = int(model.get_input_embeddings().num_embeddings)
+    pieces = pieces_of(
+        documents,
+        tokenizer,
+        max_tokens=_max_tokens(config, model),
+        overflow=config.overflow,
+        text_to_text=bool(model.config.is_encoder_decoder),
+        vocab_size=vocab_size,
+    )
+    first = next(pieces, None)
+    if first is None:
+        raise DataError(f"{config.data} holds no text that the tokenizer makes tokens of; give another --data.")
+    pieces = itertools.islice(itertools.chain([first], pieces), config.max_sequences)
+    with RoutingRecorder(model) as recorder:
+        passes = Passes(model, recorder, tokenizer, generation, text=config.with_text)
+        header = TraceHeader(
+            topology=topology_of(model),
+            model=name,
+            model_fingerprint=model_fingerprint(model.config),
+            tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
+            vocab_size=vocab_size,
+            dtype=str(model.dtype).removeprefix("torch."),
+            versions=_versions(),
+            weights=_probe(model, recorder, tokenizer, first),
+            generation=_generation(config),
+            recording=_recording(config),
+            seed=config.seed,
+        )
+        start = time.perf_counter()
+        with TraceWriter(config.out, header, resume=config.resume, text=config.with_text) as writer:
+            _run(passes, pieces, config.batch_size, writer, progress)
+        seconds = time.perf_counter() - start
+    stats = writer.statistics()
+    return CollectResult(
+        trace=Path(config.out),
+        sequences=stats.resumed_sequences + stats.sequences,
+        tokens=stats.resumed_tokens + stats.tokens,
+        new_sequences=stats.sequences,
+        new_tokens=stats.tokens,
+        seconds=seconds,
+    )
+
+
+def _run(
+    passes: Passes, pieces: Iterator[Piece], batch_size: int, writer: TraceWriter, progress: Progress | None
+) -> None:
+    """Run window by window; within one, rows are put back into the order of the corpus before they are written."""
+    number = 0
+    for window in batches_of(pieces, batch_size):
+        rows: dict[int, list[SequenceRouting]] = {}
+        for batch in window:
+            # a batch runs whole or not at all: in a smaller one, sums round differently and near ties may flip
+            if not all(writer.finished(piece.sequence) for _, piece in batch):
+                results = passes([piece for _, piece in batch], number)
+                rows |= {place: result for (place, _), result in zip(batch, results, strict=True)}
+            number += 1
+        new = [rows[place] for place in sorted(rows) if not writer.finished(rows[place][0].sequence)]
+        for group in new:
+            writer.write(*group)
+        if progress is not None:
+            progress(sum(map(len, window)), sum(row.num_tokens for group in new for row in group))
+
+
+def _documents(config: CollectConfig) -> Iterator[Document]:
+    """Open the corpus and read its first document, so that a wrong name fails before a model is loaded."""
+    columns = Columns(
+        text=config.text_column,
+        target=config.target_column,
+        group=config.group_column,
+        category=config.category_column,
+    )
+    documents = open_corpus(config.data, split=config.split, subset=config.subset, columns=columns)
+    first = next(documents, None)
+    if first is None:
+        raise DataError(f"{config.data} holds no text; give another --data or --split.")
+    return itertools.chain([first], documents)
+
+
+def _max_tokens(config: CollectConfig, model: Any) -> int:
+    """Cap the length of a sequence at what the model can place, with room for what it generates."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is None or model.config.is_encoder_decoder:
+        return config.max_tokens
+    room = limit - config.generate
+    if room < 1:
+        raise SettingError(f"generate must be less than the model's {limit} positions, got {config.generate}.")
+    if config.max_tokens > room:
+        log.info("max_tokens is %d, not %d: the model has %d positions", room, config.max_tokens, limit)
+    return min(config.max_tokens, room)
+
+
+def _probe(model: Any, recorder: RoutingRecorder, tokenizer: Any, piece: Piece) -> WeightsKind:
+    """Run a few tokens, so that a model that cannot be recorded fails early, and see whether its weights sum to 1."""
+    short = piece._replace(token_ids=piece.token_ids[:PROBE_TOKENS])
+    groups = Passes(model, recorder, tokenizer, None)([short], 0)
+    for row in (row for group in groups for row in group):
+        assert row.weights is not None
+        layers = [recorder.topology.layers[i] for i in recorder.topology.layers_of(row.stack)]
+        starts = np.cumsum([0, *(layer.top_k for layer in layers[:-1])])
+        sums = np.add.reduceat(row.weights, starts, axis=1)
+        if (np.abs(sums - 1) > 0.01).any() or (row.weights < 0).any():
+            return "finite"
+    return "normalized"
+
+
+def _versions() -> dict[str, str]:
+    names = ("foregate", "torch", "transformers", "tokenizers", "numpy", "pyarrow")
+    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in names}
+
+
+def _generation(config: CollectConfig) -> dict[str, Any]:
+    if not config.generate:
+        return {}
+    return {"max_new_tokens": config.generate, "temperature": config.temperature}
+
+
+def _recording(config: CollectConfig) -> dict[str, Any]:
+    """What decides which sequence stands under which id; a resumed run must agree in it."""
+    columns = {f"{name}_column": getattr(config, f"{name}_column") for name in ("text", "target", "group", "category")}
+    data = Path(config.data).name if Path(config.data).exists() else config.data
+    return {
+        "data": data,
+        "subset": config.subset,
+        "split": config.split,
+        "max_tokens": config.max_tokens,
+        "overflow": config.overflow,
+        "batch_size": config.batch_size,
+        "with_text": config.with_text,
+        **columns,
+    }
