@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from ..collect.config import CollectConfig
 from ..collect.smoke import smoke
 from .options import settings_from, settings_parser
 
@@ -20,15 +21,13 @@ SMOKE_SEQUENCES, SMOKE_NEW_TOKENS = 24, 8
 
 def parser() -> Any:
     """Build the parser of `foregate collect`."""
-    from ..collect.collection import CollectConfig
-
     return settings_parser("foregate collect", CollectConfig, kind="collect")
 
 
 def run(args: Any) -> int:
     """Record the trace and print its size."""
     from .. import runtime  # transformers knows packed stores once this is imported
-    from ..collect.collection import CollectConfig, collect
+    from ..collect.collection import collect
 
     assert runtime
     config = settings_from(args, CollectConfig)

@@ -22,6 +22,7 @@ from .errors import ModelError
 from .topology import STACKS, MoeLayer, MoeTopology, Stack
 
 Kind = Literal["fused", "switch"]
+INFLATED = "foregate_inflated"  # in a config: {width setting: times that it was multiplied}
 FUSED_FLAGS = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
 
 
@@ -83,8 +84,11 @@ def topology_of(model: nn.Module) -> MoeTopology:
     """
     modules = find_moe_modules(model)
     first = modules[0]
-    blocks = expert_tensors(model.get_submodule(first.name), first.kind, 0)
-    expert_bytes = sum(tensor.numel() * tensor.element_size() for tensor in blocks.values()) or None
+    experts = model.get_submodule(first.name)
+    expert_bytes = getattr(experts, "expert_bytes", None)  # left behind by a store that took the parameters away
+    if expert_bytes is None:
+        blocks = expert_tensors(experts, first.kind, 0)
+        expert_bytes = sum(tensor.numel() * tensor.element_size() for tensor in blocks.values()) or None
     routed = tuple(item.name + "." for item in modules)
     embeddings = {id(parameter) for item in _embeddings(model) for parameter in item.parameters()}
     dense = sum(
@@ -102,8 +106,11 @@ def topology_of(model: nn.Module) -> MoeTopology:
 
 
 def model_fingerprint(config: Any) -> str:
-    """Hash a model's config, without what does not change the model: paths, versions, dtype, run-time choices."""
-    value = config.to_dict()
+    """Hash a model's config, without what does not change the model: paths, versions, dtype, run-time choices.
+
+    Widened experts compute what the narrow ones did, so an inflated model has the fingerprint of its original.
+    """
+    value = _narrow(config.to_dict())
     for name in (
         "_name_or_path",
         "transformers_version",
@@ -115,6 +122,14 @@ def model_fingerprint(config: Any) -> str:
         value.pop(name, None)
     text = json.dumps(value, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _narrow(value: dict[str, Any]) -> dict[str, Any]:
+    """Take inflation back out of a config and its sub-configs."""
+    plain = {name: _narrow(item) if isinstance(item, dict) else item for name, item in value.items()}
+    for setting, factor in plain.pop(INFLATED, {}).items():
+        plain[setting] //= factor
+    return plain
 
 
 def _kind(module: nn.Module) -> Kind | None:

@@ -12,10 +12,10 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from .config import Overflow
 from .corpora import Document
 from .errors import ModelError
 
-Overflow = Literal["split", "cut"]
 Side = Literal["left", "right"]
 WINDOW_BATCHES = 16  # sorted together: SST-2 batches of 8 are then 4 % padding in place of 45 %
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import (
@@ -18,11 +18,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from .config import Dtype
 from .errors import ModelError, SettingError
 
 log = logging.getLogger(__name__)
-
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 def choose_device(name: str) -> torch.device:

@@ -41,14 +41,11 @@ def open_folder(path: Path, header: TraceHeader, rank: int, *, resume: bool) -> 
     Raises:
         TraceError: if something stands at the path that may not be written to, or the headers differ.
     """
-    if path.exists() and not path.is_dir():
-        raise TraceError(f"{path} is a file; give --out a folder that does not exist yet.")
     own = f"shard-{rank:05d}-"
-    if not (path / HEADER_NAME).exists():
-        return _new(path, header, own)
     shards = sorted(path.glob(f"{own}*.parquet"))
-    if not resume and (rank == 0 or shards):
-        raise TraceError(f"{path} holds a trace already; give --resume to go on with it, or another --out.")
+    check_target(path, resume=resume or (rank > 0 and not shards))
+    if not (path / HEADER_NAME).exists():
+        return _new(path, header)
     trace = Trace.open(path)
     _compare(path, trace.header, header)
     for stale in path.glob(f".{own}*.tmp"):
@@ -63,13 +60,29 @@ def open_folder(path: Path, header: TraceHeader, rank: int, *, resume: bool) -> 
     )
 
 
-def _new(path: Path, header: TraceHeader, own: str) -> Resumed:
-    made_folder = not path.exists()
-    others = [] if made_folder else [item for item in path.iterdir() if not item.name.endswith(".tmp")]
+def check_target(path: Path, *, resume: bool) -> None:
+    """Refuse a path that a trace cannot be written to; a run calls this before its slow parts.
+
+    Raises:
+        TraceError: if there is a file, a folder of other files, or a trace that is not to be gone on with.
+    """
+    if not path.exists():
+        return
+    if not path.is_dir():
+        raise TraceError(f"{path} is a file; give --out a folder that is empty or does not exist.")
+    if (path / HEADER_NAME).exists():
+        if not resume:
+            raise TraceError(f"{path} holds a trace already; give --resume to go on with it, or another --out.")
+        return
+    others = sorted(item.name for item in path.iterdir() if not item.name.endswith(".tmp"))
     if others:
         raise TraceError(
-            f"{path} holds {others[0].name} and no {HEADER_NAME}; give --out a folder that is empty or does not exist."
+            f"{path} holds {others[0]} and no {HEADER_NAME}; give --out a folder that is empty or does not exist."
         )
+
+
+def _new(path: Path, header: TraceHeader) -> Resumed:
+    made_folder = not path.exists()
     path.mkdir(parents=True, exist_ok=True)
     try:
         with replacing(path / HEADER_NAME) as file:

@@ -155,6 +155,24 @@ def test_mini_models_are_found_by_name(capsys, tmp_path) -> None:
         assert Trace.open(out).header.model == name
 
 
+def test_a_packed_store_records_as_the_model_does(capsys, tmp_path, model, text) -> None:
+    from foregate.runtime.pack import pack
+
+    pack(Path(model), tmp_path / "store")
+    traces = []
+    for name in (model, str(tmp_path / "store")):
+        out = tmp_path / f"trace {len(traces)}"
+        code, _, error = run(capsys, "collect", "--model", name, "--data", text, "--out", str(out), "--generate", "3")
+        assert code == 0, error
+        traces.append(Trace.open(out))
+    resident, offloaded = traces
+    assert resident.header.topology == offloaded.header.topology
+    assert resident.header.model_fingerprint == offloaded.header.model_fingerprint
+    for a, b in zip(resident, offloaded, strict=True):
+        assert a.token_ids.tolist() == b.token_ids.tolist()
+        assert a.experts.tolist() == b.experts.tolist()
+
+
 def test_a_config_file_of_ones_own(capsys, tmp_path: Path, model, text) -> None:
     path = tmp_path / "own.yaml"
     path.write_text(f"model: {model}\ndata: {text}\nmax_sequences: 1\nout: {tmp_path / 'trace'}\n")

@@ -175,7 +175,7 @@ def test_an_interrupted_and_resumed_run_equals_an_uninterrupted_one(config, monk
 def test_an_existing_trace_is_refused_and_other_settings_too(config) -> None:
     collect(replace(config, max_sequences=3))
     with pytest.raises(TraceError, match="holds a trace already"):
-        collect(config)
+        collect(replace(config, model="nobody/nothing"))  # said before a model is loaded
     with pytest.raises(TraceError, match="recorded with recording"):
         collect(replace(config, resume=True, max_tokens=9))
     assert collect(replace(config, resume=True, max_sequences=5)).sequences == 5
