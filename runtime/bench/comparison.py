@@ -13,7 +13,6 @@ import transformers
 
 from ...collect.errors import SettingError
 from ..loading import load
-from ..replay import Event
 from ..stats import RuntimeStats
 from .arms import Arm, run_arms
 from .limit import LinkProbe, limit_s
@@ -85,8 +84,9 @@ def compare(
         handles = {name: item.foregate for name, item in offloaded.items()}
         rows = {"resident": _row(arms["resident"], None, arms["resident"].seconds)}
         for name, handle in handles.items():
-            events = [Event(*event) for event in handle.engine.events_log or ()]
-            limit = limit_s(events, handle.arena.num_slots, arms["resident"].seconds, probe.median_s)
+            limit = limit_s(
+                handle.engine.events_log or [], handle.arena.num_slots, arms["resident"].seconds, probe.median_s
+            )
             rows[name] = _row(arms[name], handle.stats(), limit)
         rows["resident"]["hits"] = sum(rows["lru"][name] for name in ("hits", "delayed_hits", "misses"))
         stats = handles["foregate"].stats()
