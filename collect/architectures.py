@@ -105,31 +105,32 @@ def topology_of(model: nn.Module) -> MoeTopology:
     )
 
 
+# what a config says beside the model itself: paths, versions, dtype, where the weights lie
+NOT_THE_MODEL = {
+    "_name_or_path",
+    "transformers_version",
+    "dtype",
+    "torch_dtype",
+    "quantization_config",
+    "architectures",
+}
+
+
 def model_fingerprint(config: Any) -> str:
     """Hash a model's config, without what does not change the model: paths, versions, dtype, run-time choices.
 
     Widened experts compute what the narrow ones did, so an inflated model has the fingerprint of its original.
     """
-    value = _narrow(config.to_dict())
-    for name in (
-        "_name_or_path",
-        "transformers_version",
-        "dtype",
-        "torch_dtype",
-        "quantization_config",
-        "architectures",
-    ):
-        value.pop(name, None)
-    text = json.dumps(value, sort_keys=True, default=str)
+    text = json.dumps(_essence(config.to_dict()), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _narrow(value: dict[str, Any]) -> dict[str, Any]:
-    """Take inflation back out of a config and its sub-configs."""
-    plain = {name: _narrow(item) if isinstance(item, dict) else item for name, item in value.items()}
+def _essence(value: dict[str, Any]) -> dict[str, Any]:
+    """Take inflation and what is not the model out of a config and its sub-configs, which have dtypes of their own."""
+    plain = {name: _essence(item) if isinstance(item, dict) else item for name, item in value.items()}
     for setting, factor in plain.pop(INFLATED, {}).items():
         plain[setting] //= factor
-    return plain
+    return {name: item for name, item in plain.items() if name not in NOT_THE_MODEL}
 
 
 def _kind(module: nn.Module) -> Kind | None:

@@ -34,7 +34,7 @@ class NpzTrace(Trace):
                 raw.seek(0)
                 with np.load(raw, allow_pickle=False) as file:
                     arrays = {name: file[name] for name in file.files}
-        except (OSError, ValueError, zipfile.BadZipFile, EOFError, zlib.error) as error:
+        except (OSError, ValueError, RuntimeError, zipfile.BadZipFile, EOFError, zlib.error) as error:
             raise TraceError(
                 f"{path} is no readable .npz trace ({error}); give a file with experts and offsets."
             ) from error

@@ -112,8 +112,8 @@ def _contents(trace: Trace) -> tuple[set[str], int]:
     tokens = 0
     for shard in trace.shards:
         try:
-            table = pq.read_table(shard, columns=["sequence", "stack", "experts"])
-        except (pa.ArrowException, OSError) as error:
+            table = pq.read_table(shard, columns=["sequence", "stack", "experts"], page_checksum_verification=True)
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise TraceError(
                 f"{shard} is damaged ({error}); delete this shard to record its sequences again."
             ) from error

@@ -169,7 +169,7 @@ def read_shard(path: Path, topology: MoeTopology, report: Report | None = None) 
     widths = row_widths(topology)
     first = 0
     try:
-        with pq.ParquetFile(path) as file:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
             missing = [name for name in ("sequence", "stack", "experts") if name not in file.schema_arrow.names]
             if missing:
                 raise TraceError(f"{path} lacks the column {missing[0]!r} of a routing trace; record it again.")
@@ -177,7 +177,7 @@ def read_shard(path: Path, topology: MoeTopology, report: Report | None = None) 
                 table = file.read_row_group(group)
                 yield from _rows(table, widths, first, report or _refuse(path))
                 first += table.num_rows
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise TraceError(f"{path} is damaged ({error}); delete this shard or record the trace again.") from error
 
 

@@ -219,7 +219,8 @@ class TraceWriter:
         for index, reason in check.repeats():
             log.warning("%s, row %s: %s; leave it out before training.", self.path / name, index, reason)
         with replacing(self.path / name) as file:
-            pq.write_table(table_of(rows, text=self.text), file, compression="zstd", row_group_size=len(rows))
+            table = table_of(rows, text=self.text)
+            pq.write_table(table, file, compression="zstd", row_group_size=len(rows), write_page_checksum=True)
         self._shards += 1
 
 

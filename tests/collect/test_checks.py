@@ -17,6 +17,8 @@ from foregate.collect.shard import SCHEMA, table_of
 from foregate.collect.topology import MoeTopology
 from foregate.collect.trace import SequenceRouting, Trace, TraceHeader
 from foregate.collect.writer import TraceWriter, WriterConfig
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 
 @pytest.fixture
@@ -99,13 +101,36 @@ def test_truncated_shard_is_one_problem_and_the_others_are_still_checked(path, m
         list(Trace.open(path))
 
 
-def test_flipped_bytes_are_found(path) -> None:
+def contents(path: Path) -> list:
+    return [
+        (row.sequence, row.part, row.group, row.experts.tolist(), row.token_ids.tolist(), row.weights.tolist())
+        for row in Trace.open(path)
+    ]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(places=st.lists(st.floats(0, 1, exclude_max=True), min_size=1, max_size=3), byte=st.integers(0, 255))
+def test_a_damaged_byte_is_found_or_changes_nothing(path, places, byte) -> None:
     shard = path / "shard-00000-00000.parquet"
-    data = bytearray(shard.read_bytes())
-    for place in range(60, 400, 7):
-        data[place] ^= 0xFF
-    shard.write_bytes(bytes(data))
-    assert reasons(path)
+    whole, before = shard.read_bytes(), contents(path)
+    data = bytearray(whole)
+    for place in places:
+        data[int(place * len(data))] = byte
+    try:
+        shard.write_bytes(bytes(data))
+        assert reasons(path) or contents(path) == before
+    finally:
+        shard.write_bytes(whole)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(place=st.floats(0, 1, exclude_max=True), byte=st.integers(0, 255))
+def test_a_damaged_npz_is_found_or_still_sound(tmp_path, place, byte) -> None:
+    data = bytearray(npz(tmp_path / "a.npz").read_bytes())
+    data[int(place * len(data))] = byte
+    (tmp_path / "a.npz").write_bytes(bytes(data))
+    for problem in check_trace(tmp_path / "a.npz"):  # and nothing is raised
+        assert problem.reason
 
 
 def test_a_misfit_row_does_not_hide_the_next(path, make_row) -> None:

@@ -120,6 +120,25 @@ def test_a_layer_that_was_not_called_is_named() -> None:
             recorder.take()
 
 
+def test_a_call_of_another_shape_is_refused() -> None:
+    model = tiny_models.build("qwen3_moe")
+    experts = model.model.layers[0].mlp.experts
+    hidden, ids, weights = torch.zeros(2, 32), torch.zeros(2, 2, dtype=torch.long), torch.zeros(2, 2)
+    with RoutingRecorder(model):
+        with pytest.raises(ModelError, match=r"was called with 2 arguments, expected hidden states, expert ids"):
+            experts(hidden, ids)
+        with pytest.raises(ModelError, match=r"was called with ids \(2, 2\) .*expected top-3"):
+            experts(hidden, ids, weights)
+
+
+def test_arguments_are_matched_by_position_whatever_their_names() -> None:
+    model = tiny_models.build("qwen3_moe", num_hidden_layers=1)
+    ids = torch.tensor([[3, 1, 2]])
+    with torch.no_grad(), RoutingRecorder(model) as recorder:
+        model.model.layers[0].mlp.experts(torch.zeros(1, 32), top_k_index=ids, top_k_weights=torch.ones(1, 3))
+        assert recorder.take()[0].experts.tolist() == [[3, 1, 2]]
+
+
 def test_a_dense_model_is_refused() -> None:
     with pytest.raises(ModelError, match="has no MoE layers that foregate knows"):
         RoutingRecorder(nn.Linear(2, 2))

@@ -335,6 +335,16 @@ def test_a_full_disk_at_close_reaches_the_caller_and_nothing_is_left(tmp_path, h
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_full_disk_at_the_header_leaves_nothing(tmp_path, header, monkeypatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"No space left on device: .*trace\.json"):
+        TraceWriter(tmp_path / "t", header)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_real_full_device_is_the_same_error(tmp_path, header, make_row) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("no /dev/full here")
