@@ -112,13 +112,17 @@ def load_predictor(path: str | Path | Bundle) -> TokenPredictor | BatchPredictor
         BundleError: as `Bundle.open`, and where onnxruntime cannot load the graph.
     """
     from .onnx_predictor import OnnxBatchPredictor, OnnxTokenPredictor  # onnxruntime only where one is loaded
+    from .onnx_session import Session
 
     bundle = path if isinstance(path, Bundle) else Bundle.open(path)
-    kinds = {"token": OnnxTokenPredictor, "batch": OnnxBatchPredictor}
-    if bundle.spec.horizon not in kinds:
-        legal = ", ".join(kinds)
-        raise BundleError(f"{bundle.path} has the horizon {bundle.spec.horizon!r}; this foregate runs {legal}.")
-    return kinds[bundle.spec.horizon](bundle)
+    if bundle.spec.horizon not in ("token", "batch"):
+        raise BundleError(
+            f"{bundle.path} has the horizon {bundle.spec.horizon!r}; this foregate runs token and batch: train it anew."
+        )
+    session = Session(str(bundle.path / GRAPH))
+    if bundle.spec.horizon == "token":
+        return OnnxTokenPredictor(bundle.spec, session, bundle.start())
+    return OnnxBatchPredictor(bundle.spec, session)
 
 
 def seal(folder: Path, card: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from ..collect.trace import SequenceRouting
+from .base import BatchPredictor, TokenPredictor
 from .bundle import GRAPH, SEQUENCES, WEIGHTS, Bundle, replacing_folder, seal
-from .network import Network, TokenNetwork
+from .network import Network, State, TokenNetwork
 from .onnx_graph import export_graph, parity
-from .onnx_predictor import step_feeds
+from .onnx_predictor import OnnxBatchPredictor, OnnxTokenPredictor, step_feeds
 from .onnx_session import Session
 from .rows import fingerprint
 
@@ -28,6 +29,7 @@ def write_bundle(
     network: Network,
     *,
     card: dict[str, Any] | None = None,
+    describe: Callable[[TokenPredictor | BatchPredictor], dict[str, Any]] | None = None,
     real: Sequence[SequenceRouting] = (),
     trained_on: Sequence[SequenceRouting] = (),
 ) -> Bundle:
@@ -37,6 +39,7 @@ def write_bundle(
         out: the folder.
         network: what to export; it is set to evaluation.
         card: further entries for card.json: model, fingerprints, training, metrics, calibration.
+        describe: measures the exported predictor and gives entries for the card.
         real: sequences for the parity report, the first few of which are used.
         trained_on: sequences whose fingerprints are kept.
 
@@ -51,9 +54,9 @@ def write_bundle(
         report = parity(network, graph, real[:REAL_ROWS])
         (folder / GRAPH).write_bytes(graph)
         spec, session = network.spec, Session(graph)
-        state = network.start(1) if isinstance(network, TokenNetwork) else {}
+        state: State = network.start(1) if isinstance(network, TokenNetwork) else {}
         tensors = {f"network.{name}": value.detach().numpy() for name, value in network.state_dict().items()}
-        tensors |= {f"start.{name}": value.detach().numpy() for name, value in state.items()}
+        tensors |= {f"start.{name}": value for name, value in _arrays(state).items()}
         tensors[SEQUENCES] = np.array(sorted({fingerprint(row) for row in trained_on}), dtype=np.int64)
         save_file({name: np.ascontiguousarray(value) for name, value in tensors.items()}, folder / WEIGHTS)
         entries = {
@@ -66,14 +69,19 @@ def write_bundle(
             "latency_ms": session.latency_ms(_timed_feeds(network)),
             "versions": {name: version(name) for name in VERSIONED} | {"python": platform.python_version()},
         }
-        seal(folder, entries | (card or {}))
+        predictor = OnnxTokenPredictor(spec, session, _arrays(state)) if state else OnnxBatchPredictor(spec, session)
+        seal(folder, entries | (card or {}) | (describe(predictor) if describe else {}))
     return Bundle.open(out)
+
+
+def _arrays(state: State) -> dict[str, np.ndarray]:
+    return {name: value.detach().numpy() for name, value in state.items()}
 
 
 def _timed_feeds(network: Network) -> dict[str, np.ndarray]:
     """Give one step's inputs, or a sequence's."""
     if isinstance(network, TokenNetwork):
-        state = {name: value.numpy() for name, value in network.start(1).items()}
-        return step_feeds(np.zeros(1, np.int64), np.zeros((1, *network.spec.shape), np.float32), state)
+        previous = np.zeros((1, *network.spec.shape), np.float32)
+        return step_feeds(np.zeros(1, np.int64), previous, _arrays(network.start(1)))
     ids = np.zeros((1, LATENCY_TOKENS), dtype=np.int64)
     return {"token_ids": ids, "mask": np.ones(ids.shape, dtype=bool)}

@@ -1,4 +1,4 @@
-"""Predictors out of bundles, run by onnxruntime alone: no torch, one thread, state in the caller's hands.
+"""Predictors from exported graphs, run by onnxruntime alone: no torch, one thread, state in the caller's hands.
 
 Thread-safe as onnxruntime sessions are: state is an argument, so sequences interleave freely.
 """
@@ -10,8 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..collect.errors import SettingError
-from .base import Step
-from .bundle import GRAPH, Bundle
+from .base import PredictorSpec, Step
 from .onnx_session import Session, state_names
 
 State = dict[str, np.ndarray]
@@ -29,10 +28,8 @@ def step_feeds(token_ids: np.ndarray, previous: np.ndarray, state: State) -> dic
 class OnnxTokenPredictor:
     """Predict all MoE layers of the next token; satisfies `TokenPredictor`."""
 
-    def __init__(self, bundle: Bundle) -> None:
-        self.spec = bundle.spec
-        self._session = Session(str(bundle.path / GRAPH))
-        self._start = bundle.start()
+    def __init__(self, spec: PredictorSpec, session: Session, start: State) -> None:
+        self.spec, self._session, self._start = spec, session, start
 
     def start(self, batch: int) -> State:
         """Give the state before the first token of `batch` sequences: named arrays, the batch first."""
@@ -59,9 +56,8 @@ class OnnxTokenPredictor:
 class OnnxBatchPredictor:
     """Predict all MoE layers of all tokens of a batch; satisfies `BatchPredictor`."""
 
-    def __init__(self, bundle: Bundle) -> None:
-        self.spec = bundle.spec
-        self._session = Session(str(bundle.path / GRAPH))
+    def __init__(self, spec: PredictorSpec, session: Session) -> None:
+        self.spec, self._session = spec, session
 
     def predict(self, token_ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
         """Give float32 probabilities [B, T, L, E].

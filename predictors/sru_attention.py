@@ -46,9 +46,9 @@ class SruAttentionSettings(NetworkSettings):
     """Steps that the attention of the token horizon looks back."""
     decays: tuple[float, ...] = (0.8, 0.98)
     """Factors per token by which the frequencies of past routing decay (token horizon)."""
-    dropout: float = 0.2
+    dropout: float = 0.4
     """Dropout on the trunk, in training."""
-    forget: float = 0.02
+    forget: float = 0.1
     """Share of token ids taken for unknown in training."""
 
     def __post_init__(self) -> None:

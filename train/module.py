@@ -24,6 +24,7 @@ from ..predictors.metrics import RecallMeter, ranks
 from ..predictors.network import BatchNetwork, Network, NetworkSettings, TokenNetwork
 from ..predictors.registry import settings_from_json
 from ..predictors.rows import RoutingStatistics
+from ..predictors.sru_attention import SruAttentionSettings
 from .data import Batch
 from .losses import LOSSES
 
@@ -34,7 +35,7 @@ class PredictorModule(L.LightningModule):
     """Train one network.
 
     Args:
-        network: family and sizes.
+        network: family and sizes; the SRU predictor's own where not given.
         learning_rate: highest learning rate.
         weight_decay: decay of matrices; vectors and embeddings have none.
         lookup_share: share of the learning rate at which embeddings and skip connections learn.
@@ -44,10 +45,10 @@ class PredictorModule(L.LightningModule):
 
     def __init__(
         self,
-        network: NetworkSettings,
-        learning_rate: float = 2e-3,
+        network: NetworkSettings | None = None,
+        learning_rate: float = 1e-3,
         weight_decay: float = 0.01,
-        lookup_share: float = 0.1,
+        lookup_share: float = 0.3,
         warmup_share: float = 0.03,
         final_share: float = 0.02,
     ) -> None:
@@ -62,7 +63,7 @@ class PredictorModule(L.LightningModule):
         for name, value in (("warmup_share", warmup_share), ("final_share", final_share)):
             if not 0 <= value < 1:
                 raise SettingError(f"{name} must lie in [0, 1), got {value}.")
-        self.network_settings = network
+        self.network_settings: NetworkSettings = network or SruAttentionSettings()
         self.rates = {
             "learning_rate": learning_rate,
             "weight_decay": weight_decay,

@@ -1,0 +1,78 @@
+"""Train a predictor on a trace and export it as a bundle."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..collect.smoke import smoke
+from .options import add_config, add_json, spell_flags
+
+SMOKE_MINUTES, SMOKE_STEPS = 0.1, 20
+
+
+def parser() -> Any:
+    """Build the parser of `foregate train`."""
+    import jsonargparse
+    from lightning.pytorch.cli import LightningArgumentParser
+
+    from ..predictors.network import NetworkSettings
+    from ..predictors.sru_attention import SruAttentionSettings
+    from ..train.data import TraceData
+    from ..train.fit import FitSettings
+    from ..train.module import PredictorModule
+    from ..train.tracking import Tracker
+
+    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True, subclasses_enabled=[NetworkSettings])
+    made = LightningArgumentParser(
+        prog="foregate train",
+        description="Train a predictor on a trace, keep its best weights, and export them as a bundle.",
+    )
+    add_config(made, "train")
+    made.add_argument("--trace", type=str, required=True, help="folder of a trace, or an .npz file")
+    made.add_argument("--out", type=str, required=True, help="folder of the bundle to write")
+    made.add_argument("--max_minutes", type=float, help="training time; export follows (short for fit.max_minutes)")
+    made.add_argument("--run_dir", type=str, help="folder of checkpoints and metrics; OUT.run by default")
+    made.add_argument("--resume", type=bool, default=False, help="go on from the last checkpoint of the run folder")
+    made.add_argument(
+        "--tracker", type=Tracker, default="wandb", help="where metrics go; wandb is offline unless WANDB_MODE says"
+    )
+    made.add_class_arguments(FitSettings, "fit")
+    made.add_lightning_class_args(TraceData, "data")
+    made.add_lightning_class_args(PredictorModule, "model")
+    made.link_arguments("trace", "data.trace")
+    name = f"{SruAttentionSettings.__module__}.{SruAttentionSettings.__qualname__}"
+    made.set_defaults({"model.network": {"class_path": name}})
+    add_json(made)
+    spell_flags(made)
+    return made
+
+
+def run(args: Any) -> int:
+    """Train, export, and print what the bundle is worth."""
+    from ..train.fit import fit
+    from ..train.tracking import open_logger
+
+    built = parser().instantiate(args)
+    settings = built.fit
+    minutes = settings.max_minutes if args.max_minutes is None else args.max_minutes
+    settings = replace(settings, max_minutes=smoke(minutes, SMOKE_MINUTES))
+    out = Path(args.out)
+    run_dir = Path(args.run_dir) if args.run_dir else out.with_name(out.name + ".run")
+    built.data.setup()  # a bad trace is refused before a run is opened
+    logger = open_logger(args.tracker, run_dir, out.name)
+    result = fit(
+        built.data, built.model, out, settings, run_dir=run_dir, resume=args.resume, logger=logger, progress=True
+    )
+    if args.json:
+        print(json.dumps(result))
+    else:
+        metrics = result["metrics"]
+        print(
+            f"{result['bundle']}: {result['family']}, recall at top-k {metrics['recall_at_k']:.3f} on unseen sequences"
+        )
+        for name, value in sorted(metrics["baselines"].items(), key=lambda item: -item[1]):
+            print(f"  {name:<15} {value:.3f}")
+    return 0

@@ -1,0 +1,45 @@
+"""Traces on disk that a small predictor learns in seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+VOCAB = 40
+
+
+def write_trace(path: Path, *, sequences: int = 24, tokens: int = 40, seed: int = 0, ids: bool = True) -> Path:
+    """Write an .npz of 2 layers x 8 experts, top-2: the token decides one expert, the sequence the other."""
+    rng = np.random.default_rng(seed)
+    table = np.random.default_rng(1).integers(0, 4, (VOCAB, 2))
+    lengths = rng.integers(tokens // 2, tokens, sequences)
+    token_ids, experts = [], []
+    for length in lengths:
+        drawn = rng.integers(0, VOCAB, length)
+        taste = 4 + rng.integers(0, 4, 2)
+        experts.append(np.stack([table[drawn], np.broadcast_to(taste, (length, 2))], axis=-1))
+        token_ids.append(drawn)
+    arrays = {
+        "experts": np.concatenate(experts).astype(np.uint8),
+        "offsets": np.concatenate([[0], np.cumsum(lengths)]),
+        "conversation": np.arange(sequences) // 2,
+    }
+    if ids:
+        arrays["token_ids"] = np.concatenate(token_ids).astype(np.int32)
+    np.savez(path, **arrays)
+    return path
+
+
+@pytest.fixture(scope="session")
+def write() -> Callable[..., Path]:
+    """Give `write_trace`."""
+    return write_trace
+
+
+@pytest.fixture(scope="session")
+def trace(tmp_path_factory) -> Path:
+    """Give one such trace."""
+    return write_trace(tmp_path_factory.mktemp("trace") / "t.npz")

@@ -1,0 +1,79 @@
+"""Batches: every token counts once, context is real, padding is marked, groups do not leak."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from foregate.collect.errors import DataError, SettingError, TraceError
+from foregate.predictors.rows import dense, fingerprint, group_of, ids_of
+from foregate.train.data import Chunks, LengthSampler, TraceData
+
+
+@pytest.mark.parametrize(("chunk", "context"), [(7, 3), (7, 0), (100, 5)])
+def test_every_token_counts_once(trace, chunk, context):
+    data = TraceData(trace)
+    rows = data.fitting_rows
+    chunks = Chunks(rows, data.source, chunk, context)
+    counted = [np.zeros(row.num_tokens, int) for row in rows]
+    for index in range(len(chunks)):
+        batch = chunks.collate([chunks[index]])
+        row, start, stop, _ = chunks[index]
+        counted[row][start:stop] += batch.scored[0].numpy()
+        np.testing.assert_array_equal(batch.ids[0].numpy(), ids_of(rows[row])[start:stop])
+        whole = dense(rows[row], data.header.topology)
+        np.testing.assert_array_equal(batch.experts[0].numpy(), whole[start:stop])
+        np.testing.assert_array_equal(batch.before[0].numpy(), whole[start - 1] if start else -np.ones_like(whole[0]))
+        assert bool(batch.first[0]) == (start == 0)
+    assert all((count == 1).all() for count in counted)
+
+
+def test_padding_is_marked(trace):
+    data = TraceData(trace)
+    chunks = Chunks(data.fitting_rows, data.source, 30, 4)
+    batch = chunks.collate([chunks[0], chunks[1], chunks[2]])
+    assert (batch.ids[~batch.mask] == -1).all()
+    assert (batch.experts[~batch.mask] == -1).all()
+    assert not batch.scored[~batch.mask].any()
+
+
+def test_batches_keep_their_budget_and_change_between_epochs(trace):
+    data = TraceData(trace, chunk_tokens=16)
+    chunks = Chunks(data.fitting_rows, data.source, 16, 4).chunks
+    sampler = LengthSampler(chunks, 64, seed=3)
+    orders = []
+    for epoch in (0, 1, 0):
+        sampler.set_epoch(epoch)
+        batches = list(sampler)
+        assert sorted(index for batch in batches for index in batch) == list(range(len(chunks)))
+        assert all(max(chunks[i].stop - chunks[i].start for i in batch) * len(batch) <= 64 for batch in batches)
+        assert len(sampler) == len(batches)
+        orders.append(batches)
+    assert orders[0] == orders[2] != orders[1]
+
+
+def test_groups_do_not_leak(trace):
+    data = TraceData(trace)
+    data.setup()
+    groups = {part: {group_of(row) for row in rows} for part, rows in data.rows.items()}
+    assert not groups["training"] & groups["test"]
+    assert not groups["training"] & groups["validation"]
+    assert not groups["validation"] & groups["test"]
+    prints = [fingerprint(row) for rows in data.rows.values() for row in rows]
+    assert len(prints) == len(set(prints)) == 24
+
+
+def test_bad_data_is_refused(trace, write, tmp_path):
+    with pytest.raises(DataError, match=r"no stack 'encoder'; its stacks are causal"):
+        TraceData(trace, stack="encoder").setup()
+    with pytest.raises(DataError, match="at least 3 groups"):
+        TraceData(write(tmp_path / "few.npz", sequences=4)).setup()
+    with pytest.raises(TraceError, match="nowhere"):
+        TraceData(tmp_path / "nowhere").setup()
+    with pytest.raises(SettingError, match="chunk_tokens"):
+        TraceData(trace, chunk_tokens=1)
+
+
+def test_a_trace_without_ids_has_only_unknown_ones(write, tmp_path):
+    data = TraceData(write(tmp_path / "t.npz", ids=False))
+    assert data.vocab_size == 0
+    assert all((batch.ids == -1).all() for batch in data.train_dataloader())
