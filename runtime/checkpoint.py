@@ -163,6 +163,24 @@ def find_folder(model: str | Path) -> Path:
         ) from error
 
 
+def open_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
+    """Load the tokenizer of a model folder.
+
+    Raises:
+        ModelError: if the folder has none (transformers would make up an empty one for some families).
+    """
+    from transformers import AutoTokenizer
+
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+    if not any((folder / name).is_file() for name in names):
+        raise ModelError(f"{folder} has no tokenizer; put the model's tokenizer files there.")
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = " ".join(str(error).split())
+        raise ModelError(f"{folder} has no tokenizer that transformers can load ({reason}).") from error
+
+
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """Read where a safetensors file keeps its tensors.
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps
@@ -75,7 +76,7 @@ def stream(checkpoint: Checkpoint, on_layer: Callable[[int, MoeModule, Layer], N
         )
     except _Stopped as stopped:
         raise stopped.error from None
-    except (RuntimeError, ValueError, OSError) as error:
+    except (RuntimeError, ValueError, OSError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ModelError(f"{checkpoint.folder} could not be loaded ({reason}).") from error
     missing = sorted({*info["missing_keys"], *collector.missing()})

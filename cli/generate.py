@@ -1,0 +1,110 @@
+"""Generate text with a model that runs from a store."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from ..collect.errors import DataError, SettingError
+
+log = logging.getLogger(__name__)
+
+
+def parser() -> Any:
+    """Build the parser of `foregate generate`."""
+    import jsonargparse
+
+    from ..runtime.config import RuntimeConfig
+    from .options import add_json, spell_flags
+
+    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = jsonargparse.ArgumentParser(
+        prog="foregate generate",
+        description="Generate text with a model that runs from a store. The text goes to standard output as it comes.",
+    )
+    parser.add_argument("store", type=str, help="folder that 'foregate pack' wrote")
+    parser.add_argument("--prompt", type=str, default=None, help="text to go on from")
+    parser.add_argument("--prompt_file", type=str, default=None, help="file with the text instead; - is standard input")
+    parser.add_argument("--max_new_tokens", type=int, default=64, help="tokens to generate at most")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token, else sample")
+    parser.add_argument("--seed", type=int, default=0, help="of sampling")
+    parser.add_argument("--trust_remote_code", type=bool, default=False, help="run model code that the store brings")
+    parser.add_class_arguments(RuntimeConfig, as_group=False)
+    add_json(parser)
+    spell_flags(parser)
+    return parser
+
+
+def run(args: Any) -> int:
+    """Generate, and print the text or one JSON value."""
+    from dataclasses import asdict
+
+    from ..runtime.config import RuntimeConfig
+    from .options import settings_from
+
+    config = settings_from(args, RuntimeConfig)
+    if args.max_new_tokens < 1:
+        raise SettingError(f"max_new_tokens must be at least 1, got {args.max_new_tokens}.")
+    if not args.temperature >= 0:
+        raise SettingError(f"temperature must be 0 or positive, got {args.temperature}.")
+    prompt = _prompt(args.prompt, args.prompt_file)
+
+    import torch
+    from transformers import TextStreamer
+
+    from ..runtime import load
+    from ..runtime.checkpoint import open_tokenizer
+
+    model = load(args.store, trust_remote_code=args.trust_remote_code, **asdict(config))
+    with model.foregate as handle:
+        tokenizer = open_tokenizer(Path(args.store), trust_remote_code=args.trust_remote_code)
+        inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+        if not inputs["input_ids"].numel():
+            raise SettingError(f"prompt must hold at least one token, got {prompt!r}.")
+        sampling = {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}
+        streamer = None if args.json else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        torch.manual_seed(args.seed)
+        start = time.perf_counter()
+        output = model.generate(**inputs, max_new_tokens=args.max_new_tokens, streamer=streamer, **sampling)
+        seconds = time.perf_counter() - start
+        stats = handle.stats()
+    skipped = 1 if model.config.is_encoder_decoder else inputs["input_ids"].shape[1]
+    new = output[0, skipped:].tolist()
+    speed = len(new) / seconds
+    if args.json:
+        text = tokenizer.decode(new, skip_special_tokens=True)
+        print(json.dumps({"text": text, "token_ids": new, "tokens_per_s": speed, "stats": stats.to_json()}))
+    else:
+        log.info(
+            "%d tokens, %.1f tokens/s; %d hits, %d delayed hits, %d misses; %.1f MiB read, %.2f s stalled; %s: %s",
+            len(new),
+            speed,
+            stats.hits,
+            stats.delayed_hits,
+            stats.misses,
+            stats.bytes_read / 2**20,
+            stats.stall_s,
+            stats.mode,
+            stats.reason,
+        )
+    return 0
+
+
+def _prompt(text: str | None, file: str | None) -> str:
+    if (text is None) == (file is None):
+        raise SettingError(
+            f"Give one of --prompt TEXT and --prompt-file FILE, got {'none' if text is None else 'both'}."
+        )
+    if text is not None:
+        return text
+    assert file is not None
+    if file == "-":
+        return sys.stdin.read()
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{file} is no text that can be read ({error}); give a UTF-8 file.") from error
