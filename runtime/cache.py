@@ -2,7 +2,7 @@
 
 Event-atomic: `event` takes the distinct experts that one (step, MoE layer) needs at once. Hits are what is resident
 when it starts; misses enter; then the cache is cut back to its capacity. In an event of one token its own experts
-never leave; in an event of several they may, since an event can need more than the capacity.
+never leave, if they fit at all; in an event of several they may, since an event can need more than the capacity.
 
 Prefetched experts are on probation until an event uses them: at most `probation` of them at a time, first those in
 flight, then those that landed. One whose event has passed without it was a wrong guess and leaves before anything that
@@ -74,7 +74,8 @@ class ExpertCache:
         resident.update(delayed)
         resident.update(misses)
         excess = len(resident) + len(self.in_flight) - self.capacity
-        leaving = self._leave(excess, frozenset(needed) if one_token else frozenset()) if excess > 0 else []
+        fits = one_token and len(needed) + len(self.in_flight) <= self.capacity
+        leaving = self._leave(excess, frozenset(needed) if fits else frozenset()) if excess > 0 else []
         return EventPlan(hits, delayed, misses, leaving)
 
     def admit(self, expert: int, event: int, pinned: frozenset[int]) -> list[int] | None:
@@ -132,7 +133,7 @@ class ExpertCache:
     def _expired(self, count: int) -> list[int]:
         if not self.unproven:
             return []
-        return [expert for expert, event in self.unproven.items() if event < self.clock][:count]
+        return [expert for expert, event in self.unproven.items() if event <= self.clock][:count]
 
     def _drop(self, experts: list[int]) -> list[int]:
         for expert in experts:

@@ -22,9 +22,9 @@ class RuntimeConfig:
     """Say how much of a model's experts to hold and how to move the rest."""
 
     slots: float | int | None = None
-    """Expert slots: a share of all experts (0 < share <= 1) or a number of at least 2."""
+    """Experts to hold: a share of all experts (0 < share <= 1) or a number of at least 2; see `num_slots`."""
     budget: int | str | None = None
-    """Bytes for slots instead of `slots`: a number, or text such as 512MiB or 2GiB."""
+    """Bytes to hold them in, instead of `slots`: a number, or text such as 512MiB or 2GiB."""
     predictor: str | None = None
     """Predictor bundle; none reads on demand only."""
     mode: Mode = "auto"
@@ -38,11 +38,15 @@ class RuntimeConfig:
     prefetch_threshold: float = 0.5
     """Smallest probability for which an expert is prefetched."""
     probation: float = 0.1
-    """Share of the slots that prefetched experts may hold before they are used."""
+    """Share of the slots that prefetched experts may hold before they are used; 0 prefetches nothing."""
 
     def __post_init__(self) -> None:
         if self.slots is not None and self.budget is not None:
             raise SettingError(f"Give slots or budget, not both; got slots={self.slots} and budget={self.budget}.")
+        if self.slots is not None:
+            _count(self.slots, 1)
+        if self.budget is not None:
+            parse_bytes(self.budget)
         if self.mode not in get_args(Mode):
             raise SettingError(f"mode must be one of {', '.join(get_args(Mode))}, got {self.mode!r}.")
         if self.reader not in get_args(ReaderKind):
@@ -56,34 +60,40 @@ class RuntimeConfig:
                 raise SettingError(f"{name} must lie in [0, 1), got {getattr(self, name)}.")
 
     def num_slots(self, topology: MoeTopology, block_bytes: int) -> int:
-        """Resolve slots or budget to a number of slots, at most one per expert.
+        """Resolve slots or budget to the number of experts that are held, at most all of them.
+
+        Where not all are, memory takes one slot more: an event larger than the cache passes through it.
 
         Raises:
             SettingError: if the result cannot hold one token's experts of every layer.
         """
         experts = topology.num_experts
-        if self.budget is not None:
-            wanted, said = parse_bytes(self.budget) // block_bytes, f"budget {self.budget}"
-        elif self.slots is None:
-            wanted, said = int(available_bytes() * DEFAULT_MEMORY_SHARE) // block_bytes, "half of the available memory"
+        if self.slots is not None:
+            held, said = _count(self.slots, experts), f"slots {self.slots}"
         else:
-            wanted, said = _count(self.slots, experts), f"slots {self.slots}"
+            if self.budget is not None:
+                memory, said = parse_bytes(self.budget), f"budget {self.budget}"
+            else:
+                memory, said = int(available_bytes() * DEFAULT_MEMORY_SHARE), "half of the available memory"
+            held = memory // block_bytes
+            if held < experts:
+                held -= 1
         least = max(layer.top_k for layer in topology.layers)
-        if wanted < least:
+        if held < least:
             raise SettingError(
-                f"{said} gives {wanted} slots of {block_bytes} bytes, but one token needs {least} experts of a layer "
-                f"at once; give at least {least * block_bytes} bytes or slots={least}."
+                f"{said} holds {max(0, held)} experts of {block_bytes} bytes, but one token needs {least} of a layer "
+                f"at once; give budget={(least + 1) * block_bytes} or slots={max(2, least)} at least."
             )
-        return min(wanted, experts)
+        return min(held, experts)
 
 
 def _count(slots: float | int, experts: int) -> int:
     """Read a share of all experts or a number of slots; 1 and 1.0 both mean all of them."""
-    if 0 < slots <= 1:
-        return int(slots * experts)
-    if slots > 1 and float(slots).is_integer():
+    if isinstance(slots, int | float) and 0 < slots <= 1:
+        return int(slots * experts + 1e-9)  # 0.29 * 100 is a little less than 29
+    if isinstance(slots, int | float) and slots > 1 and float(slots).is_integer():
         return int(slots)
-    raise SettingError(f"slots must be a share in (0, 1] or a whole number of at least 2, got {slots}.")
+    raise SettingError(f"slots must be a share in (0, 1] or a whole number of at least 2, got {slots!r}.")
 
 
 def parse_bytes(text: int | str) -> int:
@@ -100,7 +110,7 @@ def parse_bytes(text: int | str) -> int:
     number = plain.rstrip("BIKMGT ")
     try:
         value = int(float(number) * units[plain[len(number) :].strip()])
-    except (KeyError, ValueError):
+    except (KeyError, ValueError, OverflowError):
         value = 0
     if value <= 0:
         raise SettingError(f"{text!r} is no number of bytes; give one such as 1048576, 512MiB or 2GiB.")

@@ -7,6 +7,11 @@ class Counters:
     """Add up what an engine does."""
 
     def __init__(self, num_layers: int) -> None:
+        self.num_layers = num_layers
+        self.reset()
+
+    def reset(self) -> None:
+        """Start anew."""
         self.tokens = 0
         self.steps = 0
         self.events = 0
@@ -20,14 +25,13 @@ class Counters:
         self.dropped_prefetches = 0
         self.failed_prefetches = 0
         self.shadow_misses = 0
-        self.blocks_read = 0
         self.stall_s = 0.0
         self.experts_s = 0.0
         self.forecasts = 0
         self.late_forecasts = 0
         self.named = 0
         self.named_right = 0
-        self.layers = [[0, 0, 0] for _ in range(num_layers)]
+        self.layers = [[0, 0, 0] for _ in range(self.num_layers)]
 
     def count(self, layer: int, hits: int, delayed: int, misses: int, leaving: int) -> None:
         """Count one event of a layer."""

@@ -7,6 +7,7 @@ that the result has its bits whatever the order in which experts arrive.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import groupby, pairwise
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from ..collect.errors import ModelError
 from .blocks import TORCH_NAMES, BlockLayout
 from .engine import ExpertEngine
 from .forecast import Forecast
@@ -61,20 +63,21 @@ class FusedLayer(OffloadedLayer):
         self.dtype: torch.dtype = getattr(torch, TORCH_NAMES[down.dtype])
 
     def forward(
-        self, module: Any, hidden_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor
+        self, hidden_TH: torch.Tensor, module: Any, ids_TK: torch.Tensor, weights_TK: torch.Tensor
     ) -> torch.Tensor:
         """Give the weighted sum [T, H] of each token's experts, as transformers' grouped_mm does."""
         num_tokens, top_k = ids_TK.shape
+        if not num_tokens:
+            return torch.zeros_like(hidden_TH)
         ids_S, perm = torch.sort(ids_TK.reshape(-1))
-        hidden_SH = hidden_TH[perm // top_k]
+        hidden_SH = hidden_TH[perm // top_k].to(self.dtype)
         sample_weights_S = weights_TK.reshape(-1)[perm]
         groups = _groups(ids_S)
         out_SH = torch.empty(len(ids_S), self.width, dtype=self.dtype, device=hidden_TH.device)
         with self.acquire(ids_TK.numpy(force=True), groups) as experts:
             for flat, slot in experts:
                 rows = groups[flat - self.offset]
-                tensors = self.tensors(slot)
-                out_SH[rows] = expert_rows(module, tensors, hidden_SH[rows].to(self.dtype), self.kernel.product)
+                out_SH[rows] = expert_rows(module, self.tensors(slot), hidden_SH, rows, self.kernel)
         if module.has_post_expert_norm:
             out_SH = module.post_expert_norm(out_SH)
         weighted_SH = out_SH * sample_weights_S.unsqueeze(-1)
@@ -119,12 +122,28 @@ class OffloadedSwitchExperts(nn.ModuleDict):
     def forward(self, hidden_TH: torch.Tensor, mask_T1E: torch.Tensor, weights_T1: torch.Tensor) -> torch.Tensor:
         """Compute the layer from slots."""
         assert self.foregate is not None, "attached at load"
-        return self.foregate.forward(hidden_TH, mask_T1E, weights_T1)
+        return _outside_autograd(self.foregate.forward, hidden_TH, mask_T1E, weights_T1)
 
 
 def fused_forward(module: Any, hidden_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
     """Compute a fused experts module from slots: the function that transformers' experts interface calls."""
-    return module.foregate.forward(module, hidden_TH, ids_TK, weights_TK)
+    return _outside_autograd(module.foregate.forward, hidden_TH, module, ids_TK, weights_TK)
+
+
+def _outside_autograd(forward: Callable[..., torch.Tensor], hidden_TH: torch.Tensor, *args: Any) -> torch.Tensor:
+    """Compute a layer outside of autograd, which would keep slots that change behind its back.
+
+    Parameters of the model stay as they are: whether they require gradients decides which products PyTorch takes.
+    """
+    with torch.no_grad():
+        out_TH = forward(hidden_TH, *args)
+    if torch.is_grad_enabled() and hidden_TH.requires_grad:
+        out_TH.requires_grad_().register_hook(_refuse_backward)
+    return out_TH
+
+
+def _refuse_backward(grad: torch.Tensor) -> None:
+    raise ModelError("Offloaded experts have no gradients; train the resident model and pack it afterwards.")
 
 
 def _groups(ids_S: torch.Tensor) -> dict[int, slice]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
+from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
@@ -15,6 +18,7 @@ from .config import RuntimeConfig
 from .engine import ExpertEngine
 from .experts import IMPLEMENTATION, FusedLayer, OffloadedSwitchExperts, SwitchLayer
 from .kernels import choose_kernel
+from .placement import slots_for
 from .policies import Lru, Predicted
 from .predictor_thread import PredictorThread
 from .prefetch import Prefetcher, Windows
@@ -43,28 +47,38 @@ class Foregate:
                 f"{store.path} holds experts for {', '.join(store.module_names[:2])}, .., the model has "
                 f"{', '.join(item.name for item in modules[:2])}, ..; pack this model again."
             )
-        num_slots = config.num_slots(store.topology, store.block_bytes)
+        held = config.num_slots(store.topology, store.block_bytes)
         predictor = self._open_predictor(config, store)  # before memory is taken: it may refuse
-        self.arena = SlotArena(num_slots, store.block_bytes)
-        self.reader = open_reader(store.files, config.reader)
+        self.arena = SlotArena(slots_for(held, store.topology.num_experts), store.block_bytes)
         clock = SystemClock()
-        self.transfers = ThreadedTransfers(
-            store, self.arena.buffer, self.reader, num_threads=config.threads, chunk_bytes=config.chunk_kib * 1024
-        )
-        self.predictor = PredictorThread(predictor, store.topology, clock) if predictor is not None else None
-        self.engine = self._engine(num_slots, clock)
-        self.steps = StepTracker(store.topology, self.engine.counters, self.predictor)
-        self.steps.acting = config.mode in ("enforce", "auto")
-        self._closed = False
-        self._attach(model)
+        with ExitStack() as opened:
+            self.reader = open_reader(store.files, config.reader)
+            opened.callback(self.reader.close)
+            self.transfers = ThreadedTransfers(
+                store, self.arena.buffer, self.reader, num_threads=config.threads, chunk_bytes=config.chunk_kib * 1024
+            )
+            opened.callback(self.transfers.close)
+            self.predictor = PredictorThread(predictor, store.topology, clock) if predictor is not None else None
+            if self.predictor is not None:
+                opened.callback(self.predictor.close)
+            self.engine = self._engine(held, clock)
+            self.steps = StepTracker(
+                store.topology, self.engine.counters, self.predictor, wanted=lambda: self.engine.acting
+            )
+            self.steps.acting = config.mode in ("enforce", "auto")
+            self._attach(model)
+            self._opened = opened.pop_all()
+        # for a model that is dropped without close
+        self._finalizer = weakref.finalize(self, _close_in_background, self._opened)
+        self._finalizer.atexit = False  # the process ends the threads, and no new one may start then
+        self._since = self._totals()
 
     def stats(self) -> RuntimeStats:
         """Give a frozen snapshot of the numbers since load or the last `reset_stats`."""
         counters = self.engine.counters
-        transfers = self.transfers.stats()
         mode, reason = self._mode()
-        predictor = self.predictor
-        read = transfers.demand_bytes + transfers.prefetch_bytes - self._read_before
+        (read, calls, busy_s), (read_before, calls_before, busy_before) = self._totals(), self._since
+        calls -= calls_before
         return RuntimeStats(
             tokens=counters.tokens,
             steps=counters.steps,
@@ -74,18 +88,20 @@ class Foregate:
             misses=counters.misses,
             evictions=counters.evictions,
             prefetches=counters.prefetches,
+            dropped_prefetches=counters.dropped_prefetches,
+            failed_prefetches=counters.failed_prefetches,
             on_time=counters.on_time,
             wasted_bytes=counters.wasted * self.store.block_bytes,
-            bytes_read=read,
+            bytes_read=read - read_before,
             stall_s=counters.stall_s,
             experts_s=counters.experts_s,
             forecasts=counters.forecasts,
             late_forecasts=counters.late_forecasts,
             forecast_recall=counters.named_right / counters.named if counters.named else None,
-            predictor_ms=1e3 * predictor.busy_s / predictor.calls if predictor and predictor.calls else None,
+            predictor_ms=1e3 * (busy_s - busy_before) / calls if calls else None,
             mode=mode,
             reason=reason,
-            slots=self.arena.num_slots,
+            slots=self.engine.cache.capacity,
             experts=self.store.topology.num_experts,
             block_bytes=self.store.block_bytes,
             reader=self.reader.kind,
@@ -96,12 +112,8 @@ class Foregate:
 
     def reset_stats(self) -> None:
         """Start counting anew; the cache keeps its experts."""
-        transfers = self.transfers.stats()
-        self._read_before = transfers.demand_bytes + transfers.prefetch_bytes
         self.engine.reset_counters()
-        self.steps.counters = self.engine.counters
-        if self.predictor is not None:
-            self.predictor.calls, self.predictor.busy_s = 0, 0.0
+        self._since = self._totals()
 
     def damaged_slots(self) -> list[int]:
         """Compare every resident expert's slot with the store's checksum and list the flat indices that differ."""
@@ -114,15 +126,10 @@ class Foregate:
 
     def close(self) -> None:
         """Take the hooks back and join every thread; a second call does nothing."""
-        if self._closed:
-            return
-        self._closed = True
         self.steps.detach()
         self.engine.close()
-        if self.predictor is not None:
-            self.predictor.close()
-        self.transfers.close()
-        self.reader.close()
+        self._finalizer.detach()
+        self._opened.close()
 
     def __enter__(self) -> Foregate:
         return self
@@ -138,28 +145,33 @@ class Foregate:
         Bundle.open(config.predictor).require(store.topology, store.fingerprint)
         return load_predictor(config.predictor)
 
-    def _engine(self, num_slots: int, clock: SystemClock) -> ExpertEngine:
+    def _engine(self, held: int, clock: SystemClock) -> ExpertEngine:
         config, topology = self.config, self.store.topology
         acting = self.predictor is not None and config.mode in ("enforce", "auto")
-        most = num_slots - max(layer.top_k for layer in topology.layers)
-        probation = min(max(1, int(config.probation * num_slots)), most) if acting else 0
+        most = held - max(layer.top_k for layer in topology.layers)
+        wished = max(1, int(config.probation * held)) if config.probation else 0
+        probation = min(wished, most) if acting else 0
         prefetcher = None
         if probation > 0:
             prefetcher = Prefetcher(
                 topology, Windows(topology.num_layers), threshold=config.prefetch_threshold, limit=probation
             )
-        shadow = ExpertCache(num_slots, Lru()) if acting and config.mode == "auto" else None
-        self._read_before = 0
+        shadow = ExpertCache(held, Lru()) if acting and config.mode == "auto" else None
         return ExpertEngine(
             topology,
-            ExpertCache(num_slots, Predicted(topology) if acting else Lru(), probation=probation),
+            ExpertCache(held, Predicted(topology) if acting else Lru(), probation=probation),
             self.transfers,
             clock,
-            self.store.block_bytes,
             prefetcher=prefetcher,
             shadow=shadow,
             predictor_s=self._predictor_s,
         )
+
+    def _totals(self) -> tuple[int, int, float]:
+        """Give bytes read, predictor calls and predictor seconds since load."""
+        transfers, predictor = self.transfers.stats(), self.predictor
+        calls, busy_s = (predictor.calls, predictor.busy_s) if predictor is not None else (0, 0.0)
+        return transfers.demand_bytes + transfers.prefetch_bytes, calls, busy_s
 
     def _predictor_s(self) -> float:
         return self.predictor.busy_s if self.predictor is not None else 0.0
@@ -169,6 +181,7 @@ class Foregate:
         for index, item in enumerate(find_moe_modules(model)):
             module: Any = model.get_submodule(item.name)
             layout = self.store.layout(index)
+            module.expert_bytes = self.store.topology.expert_bytes  # for topology_of: the parameters are gone
             args = (index, self.engine, self.arena, layout, self.steps)
             if isinstance(module, OffloadedSwitchExperts):
                 module.foregate = SwitchLayer(*args, template=module.template[0])
@@ -188,4 +201,9 @@ class Foregate:
             return self.config.mode, "set by the user"
         guard = self.engine.guard
         assert guard is not None
-        return ("enforce" if guard.acting else "observe"), guard.reason
+        return ("enforce" if guard.acting else "off"), guard.reason
+
+
+def _close_in_background(opened: ExitStack) -> None:
+    """Close from a thread of its own: garbage is collected in any thread, the workers that would be joined included."""
+    threading.Thread(target=opened.close, name="foregate-close").start()

@@ -1,6 +1,11 @@
 """Expert kernels: the matrix products of one expert's tokens, and which of them give the resident model's bits.
 
 Shapes: T tokens, K top-k, S = T * K rows, M rows of one expert, H hidden size, I expert width.
+
+The resident model computes all S rows at once. Products go expert by expert there too. Its gate does not: where rows
+are no multiple of a vector register, PyTorch computes the last elements of a tensor with another exp than the others,
+so that one unit in the last place of a row depends on how many rows there are. A kernel with a whole gate therefore
+puts an expert's rows where they stand among all S; only widths that no large model has need it.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ from .blocks import BlockLayout, views
 log = logging.getLogger(__name__)
 
 Product = Callable[[torch.Tensor, torch.Tensor, bool], torch.Tensor]
-PROBE_ROWS = ((1, 1), (2, 1), (5, 3), (40, 9))  # rows of the probe's experts: decode, small batches, prefill
+PROBE_ROWS = ((1, 1), (2, 1), (3, 4), (5, 3), (7, 14), (40, 9))  # rows of the probe's experts: decode to prefill
 
 
 def loop_product(x_MI: torch.Tensor, weight: torch.Tensor, transposed: bool) -> torch.Tensor:
@@ -42,72 +47,87 @@ class Kernel(NamedTuple):
 
     name: str
     product: Product
+    whole_gate: bool
+    """Whether the gate sees an expert's rows at their place among all rows of the event."""
     reason: str
 
 
-def expert_rows(module: Any, tensors: Mapping[str, torch.Tensor], x_MH: torch.Tensor, product: Product) -> torch.Tensor:
-    """Compute one expert on its rows [M, H]: up, gate, down, with the module's own gate and biases."""
+def expert_rows(
+    module: Any, tensors: Mapping[str, torch.Tensor], x_SH: torch.Tensor, rows: slice, kernel: Kernel
+) -> torch.Tensor:
+    """Compute one expert on its rows [M, H] of all: up, gate, down, with the module's own gate and biases."""
     first = "gate_up_proj" if module.has_gate else "up_proj"
-    up_MI = product(x_MH, tensors[first], module.is_transposed)
+    up_MI = kernel.product(x_SH[rows], tensors[first], module.is_transposed)
     if module.has_bias:
         up_MI.add_(tensors[f"{first}_bias"])
-    act_MI = module._apply_gate(up_MI) if module.has_gate else module.act_fn(up_MI)
-    out_MH = product(act_MI, tensors["down_proj"], module.is_transposed)
+    gate = module._apply_gate if module.has_gate else module.act_fn
+    if kernel.whole_gate:
+        up_SI = up_MI.new_zeros(len(x_SH), up_MI.shape[1])
+        up_SI[rows] = up_MI
+        act_MI = gate(up_SI)[rows]
+    else:
+        act_MI = gate(up_MI)
+    out_MH = kernel.product(act_MI, tensors["down_proj"], module.is_transposed)
     if module.has_bias:
         out_MH.add_(tensors["down_proj_bias"])
     return out_MH
 
 
 def choose_kernel(module: Any, layout: BlockLayout) -> Kernel:
-    """Choose the cheapest product that gives the bits of transformers' grouped_mm on a probe of this layout.
+    """Choose the cheapest kernel that gives the bits of transformers' grouped_mm on probes of this layout.
 
-    Falls back to `grouped`, the resident model's own product, where no other does.
+    Falls back to the resident model's own product and a whole gate where none does.
     """
     generator = torch.Generator().manual_seed(0)
     experts = [_random_block(layout, generator) for _ in range(2)]
     twin = _stand_in(module, experts)
-    dtype = experts[0]["down_proj"].dtype
-    first = experts[0]["gate_up_proj" if module.has_gate else "up_proj"]
-    hidden_size = first.shape[0] if module.is_transposed else first.shape[1]
-    for name, product in PRODUCTS.items():
-        if all(_agrees(twin, experts, rows, dtype, hidden_size, product, generator) for rows in PROBE_ROWS):
-            reason = f"equal to grouped_mm bit for bit on {len(PROBE_ROWS)} probes ({dtype}, {layout.nbytes} bytes)"
-            log.info("expert kernel %s: %s", name, reason)
-            return Kernel(name, product, reason)
-    reason = "no product gave the probe's bits; this is the resident model's own"
-    log.warning("expert kernel grouped: %s", reason)
-    return Kernel("grouped", grouped_product, reason)
+    for whole_gate in (False, True):
+        for name, product in PRODUCTS.items():
+            kernel = Kernel(f"{name} with a whole gate" if whole_gate else name, product, whole_gate, "")
+            if all(_agrees(twin, experts, rows, kernel, generator) for rows in PROBE_ROWS):
+                dtype = experts[0]["down_proj"].dtype
+                reason = f"equal to grouped_mm bit for bit on {len(PROBE_ROWS)} probes ({dtype}, {layout.nbytes} bytes)"
+                log.info("expert kernel %s: %s", kernel.name, reason)
+                return kernel._replace(reason=reason)
+    reason = "no kernel gave the probes' bits; this one does what the resident model does"
+    log.warning("expert kernel grouped with a whole gate: %s", reason)
+    return Kernel("grouped with a whole gate", grouped_product, True, reason)
 
 
 def _agrees(
-    twin: nn.Module,
+    twin: Any,
     experts: list[dict[str, torch.Tensor]],
     rows: tuple[int, int],
-    dtype: torch.dtype,
-    hidden_size: int,
-    product: Product,
+    kernel: Kernel,
     generator: torch.Generator,
 ) -> bool:
-    x_TH = torch.randn(sum(rows), hidden_size, generator=generator).to(dtype)
+    first = experts[0]["gate_up_proj" if twin.has_gate else "up_proj"]
+    hidden_size = first.shape[0] if twin.is_transposed else first.shape[1]
+    x_TH = torch.randn(sum(rows), hidden_size, generator=generator).to(first.dtype)
     ids_T1 = torch.repeat_interleave(torch.arange(2), torch.tensor(rows))[:, None]
     with torch.no_grad():
-        expected = grouped_mm_experts_forward(twin, x_TH, ids_T1, torch.ones_like(ids_T1, dtype=dtype))
-        parts = [expert_rows(twin, experts[e], x_TH[ids_T1[:, 0] == e], product) for e in range(2)]
-        found = torch.cat(parts)
-        if getattr(twin, "has_post_expert_norm", False):
-            found = twin.post_expert_norm(found)  # type: ignore[operator]
-    return torch.equal(expected, found.to(expected.dtype))
+        expected = grouped_mm_experts_forward(twin, x_TH, ids_T1, torch.ones_like(ids_T1, dtype=first.dtype))
+        perm = torch.sort(ids_T1[:, 0]).indices  # not stable: rows of one expert change places
+        places = (slice(0, rows[0]), slice(rows[0], sum(rows)))
+        found = torch.cat([expert_rows(twin, experts[e], x_TH[perm], places[e], kernel) for e in range(2)])
+        if twin.has_post_expert_norm:
+            found = twin.post_expert_norm(found)
+    return torch.equal(expected[perm], found.to(expected.dtype))
 
 
 def _random_block(layout: BlockLayout, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """Fill a block with small random numbers, repeated: a 350 MB expert would take seconds to draw."""
-    tensors = views(bytearray(layout.nbytes), layout)
+    """Fill a block with random numbers that bring gates out of their linear range.
+
+    The numbers repeat: a 350 MB expert would take seconds to draw.
+    """
+    # torch's memory, since products may depend on the alignment that slots have too
+    tensors = views(torch.empty(layout.nbytes, dtype=torch.uint8).numpy().data, layout)
     for tensor in tensors.values():
         flat = tensor.view(-1)
-        drawn = (torch.randn(min(flat.numel(), 1 << 16), generator=generator) * 0.05).to(tensor.dtype)
-        for start in range(0, flat.numel(), drawn.numel()):
-            part = flat[start : start + drawn.numel()]
-            part.copy_(drawn[: part.numel()])
+        drawn = torch.randn(min(flat.numel(), 1 << 16), generator=generator) * 2.0 / max(tensor.shape) ** 0.5
+        for start in range(0, flat.numel(), len(drawn)):
+            part = flat[start : start + len(drawn)]
+            part.copy_(drawn[: len(part)])
     return tensors
 
 

@@ -127,7 +127,7 @@ class PredictorThread:
                 forecast = self._process(item)
                 self.busy_s += self._clock.now() - start
                 self.calls += 1
-            except Exception as error:  # a predictor is a hint: it may end, inference may not
+            except BaseException as error:  # a predictor is a hint: it may end, inference may not
                 log.warning("predictor %s failed and is switched off: %s", self.spec.family, error)
                 with self._changed:
                     self._error = error

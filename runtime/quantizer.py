@@ -1,8 +1,8 @@
 """The seam into transformers: with `quant_method: foregate` in config.json a model is built without its experts.
 
 transformers calls the quantizer before weights are loaded (the experts modules lose their parameters, so that nothing
-is read for them) and after (the model gets slots, engine and predictor as `model.foregate`). Registered on import, which
-`registration` sees to.
+is read for them) and after (the model gets slots, engine and predictor as `model.foregate`). Registered on import,
+which `registration` sees to.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..collect.architectures import find_moe_modules
 from ..collect.errors import SettingError
+from .alignment import align_weights
 from .blocks import TORCH_NAMES
 from .config import RuntimeConfig
 from .experts import OffloadedSwitchExperts
@@ -77,13 +78,15 @@ class ForegateQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         assert self._path is not None
-        unfilled = [name for name, value in model.named_parameters() if value.device.type == "meta"]
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        unfilled = [name for name, value in tensors if value.device.type == "meta"]
         if unfilled:
             raise SettingError(f"{self._path} has no weights for {unfilled[0]}; pack the model again.")
         store = ExpertStore.open(self._path)
         own = TORCH_NAMES[store.layout(0).tensors[0].dtype]
         if getattr(torch, own) != model.dtype:
             raise SettingError(f"dtype must be {own}, the store's own, got {model.dtype}; leave dtype out.")
+        align_weights(model)
         model.foregate = Foregate(model, store, _pending.get() or RuntimeConfig())
         return model
 

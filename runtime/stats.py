@@ -35,10 +35,14 @@ class RuntimeStats:
     """Experts that left the cache."""
     prefetches: int
     """Prefetches submitted."""
+    dropped_prefetches: int
+    """Prefetches that were dropped before they had landed, since the router chose otherwise."""
+    failed_prefetches: int
+    """Prefetches that could not be read."""
     on_time: int
     """Prefetches that were resident when their expert was needed."""
     wasted_bytes: int
-    """Bytes prefetched and evicted, or dropped half-way, unused."""
+    """Bytes prefetched and evicted unused; a prefetch dropped half-way counts in full."""
     bytes_read: int
     """Bytes read from the store."""
     stall_s: float
@@ -58,7 +62,7 @@ class RuntimeStats:
     reason: str
     """Why the mode is what it is."""
     slots: int
-    """Slots of the arena."""
+    """Experts that are held at a time."""
     experts: int
     """Routed experts of the model."""
     block_bytes: int

@@ -3,10 +3,16 @@
 A step is one forward of one stack. The predictor of the token horizon needs, for each token, the routing of the token
 before it; that is known only when the step is over, so a step's tokens after its first are handed over with the next
 step. Hooks sit on the stack's own module and can be taken back.
+
+Threads: any may run the model; each has a present step of its own, and a lock guards the counts. Forwards that run at
+the same time mix their tokens in the one predictor, which costs forecasts and never correctness.
 """
 
 from __future__ import annotations
 
+import itertools
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,18 +25,43 @@ from .forecast import Forecast
 from .predictor_thread import BatchInput, PredictorThread, TokenInput
 
 
-class StepTracker:
-    """Follow the forwards of a model and keep the forecast of the present step."""
+class _Present(threading.local):
+    """The present step of a thread."""
 
-    def __init__(self, topology: MoeTopology, counters: Counters, predictor: PredictorThread | None) -> None:
+    step = 0
+    asked = False
+    """Whether the step gets a forecast."""
+    ids: np.ndarray | None = None
+    """Its token ids [B, T], where the next step may go on from them."""
+
+    def __init__(self) -> None:
+        self.routing: dict[int, np.ndarray] = {}
+
+
+class StepTracker:
+    """Follow the forwards of a model and keep the forecast of the present step.
+
+    Args:
+        counters: where steps, tokens and forecasts are counted.
+        predictor: what is fed; None counts only.
+        wanted: says, step by step, whether a forecast is worth its time; afterwards the predictor starts afresh.
+    """
+
+    def __init__(
+        self,
+        topology: MoeTopology,
+        counters: Counters,
+        predictor: PredictorThread | None,
+        wanted: Callable[[], bool] = lambda: True,
+    ) -> None:
         self.topology, self.counters, self.predictor = topology, counters, predictor
-        self.step = 0
         self.acting = True  # whether forecasts are handed to the engine; observing scores them only
+        self._wanted = wanted
         self._served = predictor.spec.layers if predictor else []
         self._first_layers = {topology.layers_of(stack)[0] for stack in topology.stacks}
-        self._ids: np.ndarray | None = None  # [B, T] of the present step of the served stack
-        self._routing: dict[int, np.ndarray] = {}
-        self._scored: int | None = None
+        self._numbers = itertools.count(1)
+        self._present = _Present()
+        self._counting = threading.Lock()
         self._hooks: list[Any] = []
 
     def attach(self, model: nn.Module) -> None:
@@ -47,48 +78,53 @@ class StepTracker:
 
     def begin(self, stack: Stack, ids_BT: np.ndarray | None, mask_BT: np.ndarray | None, fresh: bool) -> None:
         """Start a step: hand the predictor what it may know by now."""
-        self.step += 1
-        self.counters.steps += 1
+        present = self._present
+        present.step = next(self._numbers)
+        with self._counting:
+            self.counters.steps += 1
         predictor = self.predictor
         if predictor is None or predictor.spec.stack != stack:
             return
-        if ids_BT is None:  # a forward from embeddings: nothing to predict from
-            self._ids, self._routing = None, {}
+        before, routing = present.ids, present.routing
+        present.ids, present.routing = None, {}
+        present.asked = ids_BT is not None and predictor.error is None and self._wanted()
+        if ids_BT is None or not present.asked:  # from embeddings there is nothing to predict from
             return
+        present.ids = ids_BT
         if predictor.spec.horizon == "batch":
             mask = np.ones(ids_BT.shape, bool) if mask_BT is None else mask_BT.astype(bool)
-            predictor.submit(BatchInput(self.step, ids_BT, mask))
-        elif fresh or not self._continues(ids_BT):
-            predictor.submit(TokenInput(self.step, ids_BT[:, :1], None))
+            predictor.submit(BatchInput(present.step, ids_BT, mask))
+        elif before is None or fresh or not self._continues(before, routing, ids_BT):
+            predictor.submit(TokenInput(present.step, ids_BT[:, :1], None))
         else:
-            assert self._ids is not None
-            tokens = np.concatenate([self._ids[:, 1:], ids_BT[:, :1]], axis=1)
-            predictor.submit(TokenInput(self.step, tokens, [self._routing[layer] for layer in self._served]))
-        self._ids, self._routing = ids_BT, {}
+            tokens = np.concatenate([before[:, 1:], ids_BT[:, :1]], axis=1)
+            predictor.submit(TokenInput(present.step, tokens, [routing[layer] for layer in self._served]))
 
     def routed(self, layer: int, ids: np.ndarray) -> Forecast | None:
         """Note the ids [T, K] that a layer's router chose; give the forecast of this step if it came in time."""
         if layer in self._first_layers:
-            self.counters.tokens += len(ids)
-        predictor = self.predictor
-        if predictor is None or layer not in self._served:
+            with self._counting:
+                self.counters.tokens += len(ids)
+        predictor, present = self.predictor, self._present
+        if predictor is None or not present.asked or layer not in self._served:
             return None
-        self._routing[layer] = ids
+        present.routing[layer] = ids
         forecast = predictor.latest()
-        in_time = forecast is not None and forecast.step == self.step
+        in_time = forecast is not None and forecast.step == present.step
         if layer == self._served[-1]:
-            self.counters.forecasts += in_time
-            self.counters.late_forecasts += not in_time
+            with self._counting:
+                self.counters.forecasts += in_time
+                self.counters.late_forecasts += not in_time
         if forecast is None or not in_time:
             return None
         self._score(layer, ids, forecast)
         return forecast if self.acting else None
 
-    def _continues(self, ids_BT: np.ndarray) -> bool:
-        """Say whether the last step was complete and of the same batch."""
-        if self._ids is None or len(self._ids) != len(ids_BT):
+    def _continues(self, before_BT: np.ndarray, routing: dict[int, np.ndarray], ids_BT: np.ndarray) -> bool:
+        """Say whether the step before was complete and of the same batch."""
+        if len(before_BT) != len(ids_BT):
             return False
-        return all(len(self._routing.get(layer, ())) == self._ids.size for layer in self._served)
+        return all(len(routing.get(layer, ())) == before_BT.size for layer in self._served)
 
     def _score(self, layer: int, ids_TK: np.ndarray, forecast: Forecast) -> None:
         """Count how many of the needed experts are among as many of the forecast's largest."""
@@ -97,8 +133,9 @@ class StepTracker:
         demand = forecast.demand[start:stop]
         if 0 < len(needed) < len(demand):
             largest = np.argpartition(-demand, len(needed) - 1)[: len(needed)]
-            self.counters.named += len(needed)
-            self.counters.named_right += len(needed.intersection(largest.tolist()))
+            with self._counting:
+                self.counters.named += len(needed)
+                self.counters.named_right += len(needed.intersection(largest.tolist()))
 
     def _hook(self, stack: Stack) -> Any:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
