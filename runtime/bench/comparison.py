@@ -85,7 +85,7 @@ def compare(
         rows = {"resident": _row(arms["resident"], None, arms["resident"].seconds)}
         for name, handle in handles.items():
             limit = limit_s(
-                handle.engine.events_log or [], handle.arena.num_slots, arms["resident"].seconds, probe.median_s
+                handle.engine.events_log or [], handle.stats().slots, arms["resident"].seconds, probe.median_s
             )
             rows[name] = _row(arms[name], handle.stats(), limit)
         rows["resident"]["hits"] = sum(rows["lru"][name] for name in ("hits", "delayed_hits", "misses"))
