@@ -12,6 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ..collect.architectures import expert_tensors, find_moe_modules
 from ..collect.errors import ModelError, StoreError
+from .alignment import align_weights
 from .blocks import layout_of, views
 from .checkpoint import Checkpoint, open_checkpoint
 from .config import available_bytes
@@ -54,6 +55,7 @@ def open_reference(store: ExpertStore, reference: str | Path | None, *, trust_re
         if item.kind == "fused":
             module: Any = model.get_submodule(item.name)
             module.config._experts_implementation = "grouped_mm"  # what exact means for families on the interface
+    align_weights(model)
     return model
 
 

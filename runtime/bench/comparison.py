@@ -12,6 +12,7 @@ from typing import Any
 import transformers
 
 from ...collect.errors import SettingError
+from ..alignment import align_weights
 from ..loading import load
 from ..stats import RuntimeStats
 from .arms import Arm, run_arms
@@ -56,6 +57,7 @@ def compare(
     ids = [tokenizer(prompt, return_tensors="pt").input_ids for prompt in prompts]
     with contextlib.ExitStack() as stack:
         resident = transformers.AutoModelForCausalLM.from_pretrained(str(model), experts_implementation="grouped_mm")
+        align_weights(resident)
         offloaded = {
             "lru": load(store, slots=config.slots),
             "foregate": load(store, slots=config.slots, predictor=bundle),
