@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..collect.errors import ModelError
+from ..collect.errors import ModelError, StoreError
 from . import models
 
 if TYPE_CHECKING:
@@ -102,7 +104,8 @@ class Checkpoint:
         if generation.is_file():
             # copied, since many published ones do not pass the checks of save_pretrained
             model.generation_config = GenerationConfig()
-        model.save_pretrained(folder, state_dict=state, max_shard_size=MAX_SHARD)
+        with safetensors_errors(folder):
+            model.save_pretrained(folder, state_dict=state, max_shard_size=MAX_SHARD)
         if generation.is_file():
             shutil.copyfile(generation, folder / generation.name)
         self.copy_extras(folder)
@@ -160,6 +163,19 @@ def find_folder(model: str | Path) -> Path:
         reason = " ".join(str(error).split())
         raise ModelError(
             f"{model} is no folder and could not be fetched from the hub ({reason}); give {names}."
+        ) from error
+
+
+@contextlib.contextmanager
+def safetensors_errors(folder: Path) -> Iterator[None]:
+    """Turn what safetensors raises when it cannot write, which is no OSError, into one of ours."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as error:
+        raise StoreError(
+            f"{folder.parent} could not be written to ({error}); free some space or name another."
         ) from error
 
 

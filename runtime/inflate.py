@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from ..collect.architectures import INFLATED, MoeModule, expert_tensors, find_moe_modules
 from ..collect.errors import ModelError, SettingError
-from .checkpoint import Checkpoint, open_checkpoint, read_header
+from .checkpoint import Checkpoint, open_checkpoint, read_header, safetensors_errors
 from .staging import staged_folder
 from .streaming import Layer, dense_state, expert_parameters, stream
 
@@ -99,7 +99,8 @@ def inflate(model: str | Path, out: str | Path, *, expert_mib: float, trust_remo
             file = f"model-experts-{index + 1:05d}.safetensors"
             state = {f"{item.name}.{name}": tensor for name, tensor in tensors.items()}
             state = {name: widen(tensor, plan.get(name), factor) for name, tensor in state.items()}
-            save_file(state, folder / file, metadata={"format": "pt"})
+            with safetensors_errors(folder):
+                save_file(state, folder / file, metadata={"format": "pt"})
             weights.update(dict.fromkeys(state, file))
 
         loaded = stream(checkpoint, add)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import logging
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,8 @@ class _LayerWriter:
                 fill(block, layout, expert)
                 checksums.append(checksum_of(block))
                 file.write(block)
+            file.flush()
+            os.fsync(file.fileno())  # also, O_DIRECT reads would first wait for pages that are not on the disk yet
         self.layers[index] = replace(place, offset=len(header), checksums=tuple(checksums))
 
 

@@ -18,6 +18,7 @@ from foregate.runtime.inflate import _Widening, choose_factor, expert_bytes, inf
 from foregate.runtime.pack import pack
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
 MIB = 2**20
@@ -189,6 +190,16 @@ def test_a_full_disk_is_noticed_before_anything_is_written(tmp_path, monkeypatch
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(100, 99, 100 * MIB))
     with pytest.raises(StoreError, match=r"needs 1\.\d+ GiB"):
         inflate("foregate-mini", tmp_path / "wide", expert_mib=6)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_fills_up_half_way_leaves_nothing(tmp_path, monkeypatch):
+    def full(tensors, path, metadata):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(inflating, "save_file", full)
+    with pytest.raises(StoreError, match="No space left on device"):
+        inflate("foregate-mini", tmp_path / "wide", expert_mib=0.1)
     assert not list(tmp_path.iterdir())
 
 

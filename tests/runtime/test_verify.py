@@ -77,13 +77,16 @@ def test_the_mini_models_are_bit_identical_at_a_quarter_and_a_tenth(name, tmp_pa
         assert report.misses > 0
 
 
-def test_the_resident_model_of_a_store_is_the_original(folder):
-    original = AutoModelForCausalLM.from_pretrained(folder / "model")
-    rebuilt = resident_from_store(ExpertStore.open(folder / "store"))
+@pytest.mark.parametrize("name", sorted(tiny_models.FAMILIES))
+def test_the_resident_model_of_a_store_is_the_original(name, tmp_path):
+    original = tiny_models.build(name)
+    original.generation_config.max_length = 77
+    original.save_pretrained(tmp_path / "model")
+    rebuilt = resident_from_store(pack(tmp_path / "model", tmp_path / "store"))
+    assert rebuilt.generation_config.max_length == 77
     wanted = original.state_dict()
     assert rebuilt.state_dict().keys() == wanted.keys()
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in rebuilt.state_dict().items())
-    assert rebuilt.generation_config.to_dict() == original.generation_config.to_dict()
     assert not hasattr(rebuilt.config, "quantization_config")
 
 
