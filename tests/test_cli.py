@@ -32,6 +32,8 @@ def flags_of(parser: argparse.ArgumentParser) -> dict[str, Any]:
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             nested = {name: flags_of(choice) for name, choice in sorted(action.choices.items())}
+        elif " --> " in action.dest or any(" --> " in item for item in action.option_strings):
+            continue  # jsonargparse keeps links between arguments among them
         elif action.option_strings:
             options.append(max(action.option_strings, key=len))
         else:

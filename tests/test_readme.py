@@ -1,0 +1,137 @@
+"""What a reader of the README may run is run, in one folder and in order; what it lists exists."""
+
+from __future__ import annotations
+
+import os
+import pydoc_data.topics
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from foregate.cli.main import commands
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+FOLDERS = ["collect", "predictors", "runtime", "train", "cli", "configs"]
+MOST_LINES = 250
+UNRUN = ("make", "git", "cd", "pip", "python -m pip")  # installation; the commands that follow stand on it
+TIMEOUT_S = 240
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """Give a page's fenced blocks of one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+def shell_commands(page: Path) -> Iterator[str]:
+    """Give the commands of a page's bash blocks, continued lines joined, comments and installation left out."""
+    for block in blocks(page, "bash"):
+        for line in block.replace("\\\n", " ").splitlines():
+            command = re.sub(r"(?:^|\s+)#.*$", "", line).strip()
+            if command and not command.startswith(UNRUN):
+                yield command
+
+
+def tree() -> dict[str, str]:
+    """Read the README's file tree as path -> what it says of it."""
+    (block,) = [block for block in blocks(README, "text") if block.startswith("collect/")]
+    found, parents = {}, []
+    for line in block.splitlines():
+        match = re.fullmatch(r"(?P<indent> *)(?P<name>\S+)(?: +(?P<text>.+))?", line)
+        assert match, f"no line of the tree: {line!r}"
+        depth = len(match["indent"]) // 2
+        parents[depth:] = [match["name"].rstrip("/")]
+        found["/".join(parents)] = match["text"] or ""
+    return found
+
+
+def test_readme_is_short() -> None:
+    assert len(README.read_text(encoding="utf-8").splitlines()) < MOST_LINES
+
+
+def test_tree_lists_every_file_with_a_line_each() -> None:
+    listed = tree()
+    there = {
+        path.relative_to(ROOT).as_posix()
+        for folder in FOLDERS
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".py", ".yaml") and path.name != "__init__.py"
+    }
+    assert sorted(there - set(listed)) == [], "not in the README's tree"
+    assert [path for path in listed if not (ROOT / path).exists()] == [], "in the README's tree only"
+    assert [path for path, text in listed.items() if len(text.split()) < 2] == [], "without a word about it"
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_names_in_the_pages_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    folders = "|".join([*FOLDERS, "tests", "docs"])
+    for path in re.findall(rf"`((?:{folders})/[\w./-]+)`", text):
+        assert (ROOT / path).exists() or "NAME" in path, path
+    for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", text):
+        assert (page.parent / link).exists(), link
+    known = set(commands())
+    for name in re.findall(r"\bforegate ([a-z]+)\b(?=[ `\n])", " ".join(re.findall(r"`[^`\n]+`", text))):
+        assert name in known, f"foregate {name}"
+
+
+def test_results_stand_between_markers() -> None:
+    text = README.read_text(encoding="utf-8")
+    assert text.count("<!-- results -->") == text.count("<!-- end of results -->") == 1
+
+
+def texts(shared: Path | None, folder: Path) -> Path:
+    """Give the folder that FOREGATE_DATA names: real SST-2 where it is at hand, else sentences of Python's own help."""
+    if shared is not None and (shared / "data" / "sst2").is_dir():
+        return shared / "data"
+    sentences = re.findall(r"[A-Z][a-z][^.\n\t\"]{20,120}\.", " ".join(pydoc_data.topics.topics.values()))
+    for name, count in (("train", 400), ("dev", 100)):
+        rows = [f"{sentence}\t{index % 2}" for index, sentence in enumerate(sentences[:count])]
+        (folder / "sst2").mkdir(parents=True, exist_ok=True)
+        (folder / "sst2" / f"{name}.tsv").write_text("\n".join(["sentence\tlabel", *rows]) + "\n", encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Give the environment that a reader has after the installation, with small sizes."""
+    shared = Path(os.environ.get("FOREGATE_SHARED", ROOT.parent / "shared"))
+    data = texts(shared if shared.is_dir() else None, tmp_path_factory.mktemp("data"))
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    small = {"FOREGATE_SMOKE": "1", "OMP_NUM_THREADS": "1"}  # two threads gain nothing at these sizes
+    return {**os.environ, **small, "PATH": path, "FOREGATE_DATA": str(data), "WANDB_MODE": "offline"}
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="the README's commands are for bash")
+def test_commands_and_python_run_in_order(environment: dict[str, str], tmp_path: Path) -> None:
+    ran = 0
+    for page in PAGES:
+        for command in shell_commands(page):
+            if command.startswith("export "):
+                continue  # where FOREGATE_DATA points is the fixture's business
+            check(["bash", "-c", command], command, environment, tmp_path)
+            ran += 1
+    assert ran >= 5
+    for page in [*PAGES, *sorted((ROOT / "runtime" / "models").glob("*/README.md"))]:
+        for block in blocks(page, "python"):
+            check([sys.executable, "-c", block], block, environment, tmp_path)
+
+
+def check(argv: list[str], shown: str, environment: dict[str, str], folder: Path) -> None:
+    """Run one command and want success."""
+    done = subprocess.run(
+        argv,
+        env=environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+    assert done.returncode == 0, f"{shown}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
