@@ -139,7 +139,7 @@ def _train(config: DemoConfig, work: Path) -> dict[str, Any]:
             CollectConfig(
                 model=str(models.path(MODEL)),
                 data=str(work / "texts.jsonl"),
-                out=work / "trace",
+                out=str(work / "trace"),
                 max_sequences=smoke(200, 24),
                 max_tokens=256,
                 batch_size=8,

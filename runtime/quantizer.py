@@ -82,7 +82,7 @@ class ForegateQuantizer(HfQuantizer):
         unfilled = [name for name, value in tensors if value.device.type == "meta"]
         if unfilled:
             raise SettingError(f"{self._path} has no weights for {unfilled[0]}; pack the model again.")
-        store = ExpertStore.open(self._path)
+        store = ExpertStore.open(self._path, trust_remote_code=model.is_custom_code())
         own = TORCH_NAMES[store.layout(0).tensors[0].dtype]
         if getattr(torch, own) != model.dtype:
             raise SettingError(f"dtype must be {own}, the store's own, got {model.dtype}; leave dtype out.")
