@@ -99,10 +99,12 @@ class SwitchLayer(OffloadedLayer):
         mask_TE = mask_T1E[:, 0]
         chosen_T = torch.where(mask_TE.any(-1), mask_TE.argmax(-1), -1)
         out_TH = torch.zeros_like(hidden_TH)
+        ids_T1 = chosen_T[:, None].numpy(force=True)
         groups = {expert: None for expert in torch.unique(chosen_T).tolist() if expert >= 0}
-        if not groups:
+        if not groups:  # every token dropped
+            self.router.routed(self.layer, ids_T1)
             return out_TH
-        with self.acquire(chosen_T[:, None].numpy(force=True), groups) as experts:
+        with self.acquire(ids_T1, groups) as experts:
             for flat, slot in experts:
                 rows = torch.where(chosen_T == flat - self.offset)[0]
                 part = torch.func.functional_call(self.template, self.tensors(slot), (hidden_TH[rows],))
