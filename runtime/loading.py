@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..collect.errors import ModelError, SettingError, StoreError
+from ..collect.errors import SettingError, StoreError
+from .checkpoint import open_checkpoint
 from .config import RuntimeConfig
 from .quantizer import runtime_settings
 from .store import ExpertStore
@@ -31,11 +32,10 @@ def load(
 
     Raises:
         StoreError: if the folder is no store, or is damaged.
+        ModelError: if its architecture is not one of transformers' own and its code is not trusted.
         SettingError: if a setting is out of range.
         BundleError: if the predictor does not fit the model.
     """
-    import transformers
-
     known = RuntimeConfig.__dataclass_fields__
     unknown = sorted(set(settings) - set(known))
     if unknown:
@@ -49,16 +49,7 @@ def load(
     )
     store = ExpertStore.open(path, trust_remote_code=trust_remote_code)  # a clear refusal before transformers starts
     config.num_slots(store.topology, store.block_bytes)
-    model_config = transformers.AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code)
-    names = getattr(model_config, "architectures", None) or []
-    model_class = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
-    if model_class is None:
-        if not trust_remote_code:
-            raise ModelError(
-                f"{path} has architecture {', '.join(names) or 'none'}, which this transformers does not have; "
-                "update transformers, or give trust_remote_code if you trust the folder's code."
-            )
-        model_class = transformers.AutoModelForCausalLM
+    model_class: Any = open_checkpoint(path, trust_remote_code=trust_remote_code).model_class
     with runtime_settings(config):
         model = model_class.from_pretrained(str(path), trust_remote_code=trust_remote_code)
     if not hasattr(model, "foregate"):
