@@ -151,7 +151,7 @@ class PredictorThread:
         assert isinstance(self._predictor, TokenPredictor)
         batch, num_tokens = item.token_ids.shape
         shape = self.spec.shape
-        if item.routing is None or batch != self._batch or self._state is None:
+        if item.routing is None or batch != self._batch:
             self._state, self._batch = self._predictor.start(batch), batch
         if item.routing is None:
             previous_BTLE = np.zeros((batch, num_tokens, *shape), np.float32)

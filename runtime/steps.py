@@ -141,8 +141,7 @@ class StepTracker:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             ids = kwargs.get("input_ids", args[0] if args else None)
             mask = kwargs.get("attention_mask")
-            past = kwargs.get("past_key_values")
-            fresh = past is None or past.get_seq_length() == 0
+            fresh = not any(_cached_tokens(value) for value in (*args, *kwargs.values()))
             is_mask = isinstance(mask, torch.Tensor) and isinstance(ids, torch.Tensor) and mask.shape == ids.shape
             self.begin(
                 stack,
@@ -152,3 +151,8 @@ class StepTracker:
             )
 
         return before
+
+
+def _cached_tokens(value: Any) -> int:
+    """Give how many tokens a key-value cache holds, by whatever name a forward gets it; 0 for anything else."""
+    return int(value.get_seq_length()) if hasattr(value, "get_seq_length") else 0

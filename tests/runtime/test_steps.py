@@ -10,7 +10,7 @@ import pytest
 import torch
 from foregate.collect import tiny_models
 from foregate.collect.architectures import topology_of
-from foregate.collect.topology import MoeLayer, MoeTopology
+from foregate.collect.topology import MoeLayer, MoeTopology, Stack
 from foregate.predictors.base import PredictorSpec, Step
 from foregate.runtime.counters import Counters
 from foregate.runtime.predictor_thread import BatchInput, PredictorThread, TokenInput
@@ -295,6 +295,14 @@ def test_hooks_see_each_step_and_can_be_taken_back(name: str) -> None:
     spy = Spy(PredictorSpec(family="spy", horizon="token", topology=topology, stack=stack, vocab_size=999))
     steps = StepTracker(topology, Counters(topology.num_layers), spy)  # type: ignore[arg-type]
     hooks = [len(module._forward_pre_hooks) for module in model.modules()]
+    freshness: list[bool] = []
+    begin = steps.begin
+
+    def noted(stack: Stack, ids: np.ndarray | None, mask: np.ndarray | None, fresh: bool) -> None:
+        freshness.append(fresh)
+        begin(stack, ids, mask, fresh)
+
+    steps.begin = noted  # type: ignore[method-assign]
     steps.attach(model)
     ids = torch.arange(5, 11).reshape(2, 3)
     with torch.no_grad():
@@ -302,8 +310,7 @@ def test_hooks_see_each_step_and_can_be_taken_back(name: str) -> None:
     decoder_only = stack == "causal"
     assert steps.counters.steps == (3 if decoder_only else 4)
     first = spy.items[0]
-    assert isinstance(first, TokenInput)
-    assert first.routing is None, "a new sequence"
     assert first.token_ids.tolist() == ([[5], [8]] if decoder_only else [[0], [0]])
+    assert freshness == [True] * (steps.counters.steps - 2) + [False, False]
     steps.detach()
     assert [len(module._forward_pre_hooks) for module in model.modules()] == hooks
