@@ -15,6 +15,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when huggingface_hub is imp
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("WANDB_SILENT", "true")
 os.environ.setdefault("MPLBACKEND", "agg")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # on a busy machine torch's threads would spin at each other
 os.environ.setdefault("NO_COLOR", "1")  # help texts are compared with a snapshot
 os.environ.setdefault("COLUMNS", "120")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # on a busy machine spinning threads took 26 s where this took 0.7
