@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 MODEL = "foregate-mini"
 PROMPT_CHARACTERS = 160  # about 40 tokens: a prefill that needs most experts of a layer
+TABLE_WIDTH = 130  # of ten columns; a narrower terminal wraps lines rather than cutting numbers off
 HELD_OUT = 0.2  # share of the documents that neither recording nor training sees; prompts come from these
 
 
@@ -209,16 +210,17 @@ def _summary(result: dict[str, Any]) -> list[str]:
 
 
 def _print_table(result: dict[str, Any]) -> None:
+    from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table
 
     rows = _cells(result)
-    table = Table()
+    table = Table(box=SIMPLE, pad_edge=False)
     for index, name in enumerate(rows[0]):
-        table.add_column(name, justify="left" if index == 0 else "right")
+        table.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
     for row in rows:
         table.add_row(*row.values())
-    console = Console(file=sys.stdout)
+    console = Console(file=sys.stdout, width=TABLE_WIDTH, soft_wrap=True)
     console.print(table)
     for line in _summary(result):
         console.print(line, markup=False, highlight=False)
