@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 MODEL = "foregate-mini"
 PROMPT_CHARACTERS = 160  # about 40 tokens: a prefill that needs most experts of a layer
-TABLE_WIDTH = 130  # of ten columns; a narrower terminal wraps lines rather than cutting numbers off
+TABLE_WIDTH = 150  # of ten columns; a narrower terminal wraps lines rather than cutting numbers off
 HELD_OUT = 0.2  # share of the documents that neither recording nor training sees; prompts come from these
 
 
