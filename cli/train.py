@@ -52,14 +52,16 @@ def parser() -> Any:
 
 def run(args: Any) -> int:
     """Train, export, and print what the bundle is worth."""
+    from ..predictors.bundle import check_target
     from ..train.fit import fit
     from ..train.tracking import open_logger
 
+    out = Path(args.out)
+    check_target(out)
     built = parser().instantiate(args)
     settings = built.fit
     minutes = settings.max_minutes if args.max_minutes is None else args.max_minutes
     settings = replace(settings, max_minutes=smoke(minutes, SMOKE_MINUTES))
-    out = Path(args.out)
     run_dir = Path(args.run_dir) if args.run_dir else out.with_name(out.name + ".run")
     built.data.setup()  # a bad trace is refused before a run is opened
     logger = open_logger(args.tracker, run_dir, out.name)

@@ -132,6 +132,21 @@ def seal(folder: Path, card: dict[str, Any]) -> None:
     (folder / CARD).write_text(json.dumps(card, indent=1, ensure_ascii=True) + "\n", encoding="utf-8")
 
 
+def check_target(out: Path) -> None:
+    """Refuse a path that no bundle can be written to; a run calls this before its slow parts.
+
+    Raises:
+        BundleError: if `out` is something else than a bundle or an empty folder; what it holds would be deleted.
+    """
+    if not out.name:
+        raise BundleError(f"{out} is no name for a bundle; name a folder that is empty or does not exist.")
+    if not out.exists():
+        return
+    names = {item.name for item in out.iterdir()} if out.is_dir() else {""}
+    if names and not (CARD in names and names <= {CARD, GRAPH, WEIGHTS}):  # models have cards, too
+        raise BundleError(f"{out} exists and is no predictor bundle; remove it or name another folder.")
+
+
 @contextlib.contextmanager
 def replacing_folder(out: Path) -> Iterator[Path]:
     """Give a temporary sibling of `out` and put it in its place at the end; after an error, nothing has changed.
@@ -139,8 +154,7 @@ def replacing_folder(out: Path) -> Iterator[Path]:
     Raises:
         BundleError: if `out` is something else than a bundle or an empty folder.
     """
-    if out.exists() and not (out / CARD).is_file() and not (out.is_dir() and not any(out.iterdir())):
-        raise BundleError(f"{out} exists and is no predictor bundle; remove it or name another folder.")
+    check_target(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary, old = (out.with_name(f".{out.name}.{os.getpid()}.{end}") for end in ("tmp", "old"))
     temporary.mkdir()

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..collect.errors import DataError, TraceError
 from ..predictors.base import BatchPredictor, TokenPredictor
-from ..predictors.bundle import Bundle
+from ..predictors.bundle import Bundle, check_target
 from ..predictors.bundle_writer import write_bundle
 from .data import TraceData
 from .module import PredictorModule
@@ -25,6 +25,7 @@ def export(module: PredictorModule, data: TraceData, out: str | Path, run: dict[
     Raises:
         BundleError: if the exported graph differs from the network, or `out` is no place for a bundle.
     """
+    check_target(Path(out))  # measuring takes a while
     spec = module.network.spec
     baselines = free_baselines(spec, data.fitting_rows, data.rows["test"])
 

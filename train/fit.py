@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import signal
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -15,11 +17,13 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, RichProgressBar, Timer
 from lightning.pytorch.loggers import Logger
 
 from ..collect.errors import SettingError
 from ..predictors.base import PredictorSpec
+from ..predictors.bundle import check_target
 from ..predictors.network import NetworkSettings
 from ..predictors.rows import statistics
 from .data import TraceData
@@ -118,6 +122,7 @@ def fit(
         {"bundle", "family", "horizon", "metrics", "latency_ms", "steps", "train_s", "export_s"}
     """
     settings = settings or FitSettings()
+    check_target(Path(out))
     data.setup()
     with contextlib.ExitStack() as stack:
         if run_dir is None:
@@ -133,7 +138,9 @@ def fit(
         start = time.monotonic()
         _build(module, data)
         trainer, best = _trainer(settings, run_dir, logger, progress)
-        trainer.fit(module, datamodule=data, ckpt_path=last if resume else None, weights_only=True)
+        run_dir.mkdir(parents=True, exist_ok=True)  # a place that cannot be written to is noticed before training
+        with _interruptible():
+            trainer.fit(module, datamodule=data, ckpt_path=last if resume else None, weights_only=True)
         module = _best(trainer, module, data, best)
         trained = time.monotonic()
         run = {"seed": settings.seed, "steps": trainer.global_step, "seconds": round(trained - start, 1)}
@@ -194,7 +201,18 @@ def _trainer(
     ]
     if progress:
         callbacks.append(RichProgressBar(console_kwargs={"stderr": True}))
-    trainer = L.Trainer(
+    try:
+        trainer = _lightning(settings, callbacks, logger, progress)
+    except (MisconfigurationException, ValueError) as error:
+        raise SettingError(
+            f"Lightning cannot train with accelerator {settings.accelerator} and precision {settings.precision} "
+            f"({error}); give others, as cpu and 32-true."
+        ) from error
+    return trainer, best
+
+
+def _lightning(settings: FitSettings, callbacks: list[Callback], logger: Logger | None, progress: bool) -> L.Trainer:
+    return L.Trainer(
         accelerator=settings.accelerator,
         devices=1,
         precision=settings.precision,  # pyright: ignore[reportArgumentType]
@@ -211,7 +229,6 @@ def _trainer(
         enable_model_summary=False,
         use_distributed_sampler=False,  # the batch sampler is ours
     )
-    return trainer, best
 
 
 def _best(trainer: L.Trainer, module: PredictorModule, data: TraceData, best: ModelCheckpoint) -> PredictorModule:
@@ -223,6 +240,20 @@ def _best(trainer: L.Trainer, module: PredictorModule, data: TraceData, best: Mo
     if kept is None or final >= float(kept):
         return module
     return PredictorModule.load(best.best_model_path)
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Let Ctrl-C arrive as KeyboardInterrupt, as everywhere; Lightning makes an exit of it, and ignores the next."""
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    except SystemExit as error:
+        if not isinstance(error.__context__, KeyboardInterrupt):
+            raise
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, handler)
+        raise error.__context__ from None
 
 
 @contextlib.contextmanager

@@ -173,11 +173,17 @@ def test_a_graph_that_differs_is_refused_and_nothing_is_left(token_bundle, tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["b"]
 
 
-def test_other_folders_are_not_replaced(tmp_path):
-    (tmp_path / "notes").write_text("mine")
+@pytest.mark.parametrize(
+    "names",
+    [["notes"], [CARD, "config.json", "model.safetensors"], [CARD, GRAPH, WEIGHTS, "notes"], [GRAPH, WEIGHTS]],
+    ids=["other", "a model that has a card", "a bundle with more in it", "no card"],
+)
+def test_other_folders_are_not_replaced(names, tmp_path):
+    for name in names:
+        (tmp_path / name).write_text("mine")
     with pytest.raises(BundleError, match="no predictor bundle"):
         write_bundle(tmp_path, network_for(CAUSAL))
-    assert [path.name for path in tmp_path.iterdir()] == ["notes"]
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys(names, "mine")
 
 
 def test_running_needs_no_torch(token_bundle):

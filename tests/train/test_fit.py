@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
 
 import numpy as np
 import pytest
@@ -278,3 +279,39 @@ def test_bad_input_is_one_sentence(trained, trace, write, tmp_path, capsys, monk
         assert err.count("\n") == 1, err
     assert not (tmp_path / "b").exists()
     assert not (tmp_path / "b.run").exists()
+
+
+@pytest.mark.parametrize("place", ["a model", "a file", "", "a file/b"])
+def test_a_place_for_no_bundle_is_refused_before_training(place, trace, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(PredictorModule, "training_step", lambda *_: pytest.fail("trained"))
+    (tmp_path / "a model").mkdir()
+    for name in ("card.json", "config.json", "a file"):
+        (tmp_path / ("" if name == "a file" else "a model") / name).write_text("mine")
+    before = {path: path.is_file() and path.read_text() for path in tmp_path.rglob("*")}
+    assert main(["train", "--trace", str(trace), "--out", place, "--tracker", "none"]) == 1
+    err = capsys.readouterr().err.strip()
+    assert err.startswith("foregate train: ")
+    assert "unexpected" not in err
+    assert {path: path.is_file() and path.read_text() for path in tmp_path.rglob("*")} == before
+
+
+@pytest.mark.parametrize(("name", "value"), [("accelerator", "abacus"), ("precision", "31-true")])
+def test_what_lightning_does_not_have_is_refused(name, value, trace, tmp_path):
+    data, module = TraceData(trace, batch_tokens=256), PredictorModule(SMALL, **RATES)
+    with pytest.raises(SettingError, match=value):
+        fit(data, module, tmp_path / "b", FitSettings(max_steps=1, **{name: value}), run_dir=tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupt_stays_one(trace, tmp_path, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(PredictorModule, "training_step", interrupted)
+    handler = signal.getsignal(signal.SIGINT)
+    data, module = TraceData(trace, batch_tokens=256), PredictorModule(SMALL, **RATES)
+    with pytest.raises(KeyboardInterrupt):
+        fit(data, module, tmp_path / "b", FitSettings(max_steps=1))
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert list(tmp_path.iterdir()) == []
