@@ -47,6 +47,11 @@ class Foregate:
                 f"{store.path} holds experts for {', '.join(store.module_names[:2])}, .., the model has "
                 f"{', '.join(item.name for item in modules[:2])}, ..; pack this model again."
             )
+        if tuple(item.layer for item in modules) != tuple(store.topology.layers):
+            raise StoreError(
+                f"{store.path} was altered: its manifest says {store.topology.describe()}, and its model has other MoE "
+                "layers; pack the model again."
+            )
         held = config.num_slots(store.topology, store.block_bytes)
         predictor = self._open_predictor(config, store)  # before memory is taken: it may refuse
         self.arena = SlotArena(slots_for(held, store.topology.num_experts), store.block_bytes)

@@ -20,6 +20,11 @@ class StoredFile:
     nbytes: int
     checksum: str | None = None
 
+    def __post_init__(self) -> None:
+        name: object = self.name  # comes from JSON
+        if not isinstance(name, str) or name in ("", ".", "..") or set(name) & set("/\\:\0"):
+            raise ValueError(f"{name!r} is no name of a file in the folder")
+
 
 @dataclass(frozen=True, kw_only=True)
 class StoredLayer:
@@ -105,11 +110,14 @@ class Manifest:
         topology = MoeTopology.from_json(value["topology"])
         if [len(layer.checksums) for layer in layers] != [layer.num_experts for layer in topology.layers]:
             raise ValueError("checksums and topology differ in the number of experts")
+        dense_files = tuple(StoredFile(**item) for item in value["dense_files"])
+        if not dense_files:
+            raise ValueError("no dense files")
         return cls(
             fingerprint=str(value["fingerprint"]),
             topology=topology,
             layers=layers,
             expert_files=tuple(StoredFile(**item) for item in value["expert_files"]),
-            dense_files=tuple(StoredFile(**item) for item in value["dense_files"]),
+            dense_files=dense_files,
             versions=dict(value["versions"]),
         )

@@ -63,6 +63,8 @@ class ForegateQuantizer(HfQuantizer):
         if not files:
             raise SettingError("A foregate store is loaded from its folder; got a model without checkpoint files.")
         self._path = Path(files[0]).parent
+        store = ExpertStore.open(self._path, trust_remote_code=model.is_custom_code())  # type: ignore[operator]
+        store.check_dense_files(files)
         for item in find_moe_modules(model):
             module: Any = model.get_submodule(item.name)
             if item.kind == "switch":

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -58,7 +58,7 @@ class ExpertStore(Mapping[ExpertId, bytes]):
             raise StoreError(
                 f"{path} is no expert store (no {MANIFEST}); give a folder that 'foregate pack' wrote."
             ) from None
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise StoreError(
                 f"{path / MANIFEST} is no manifest of this version ({error}); pack the model again."
             ) from error
@@ -129,6 +129,22 @@ class ExpertStore(Mapping[ExpertId, bytes]):
             if file_checksum(self.path / file.name) != file.checksum:
                 damaged.append(self.path / file.name)
         return damaged
+
+    def check_dense_files(self, loaded: Iterable[str | Path]) -> None:
+        """Compare the files that a model's dense tensors are loaded from with those that were packed, byte for byte.
+
+        Raises:
+            StoreError: if they are others or were altered; a renamed tensor would else be loaded as random numbers.
+        """
+        names = sorted(Path(path).name for path in loaded)
+        packed = sorted(file.name for file in self.manifest.dense_files)
+        if names != packed:
+            raise StoreError(
+                f"{self.path} was altered: its dense tensors would be loaded from {', '.join(names)}, the manifest "
+                f"says {', '.join(packed)}; pack the model again."
+            )
+        for path in self.damaged_dense_files():
+            raise StoreError(f"{path} was altered: it does not match its checksum; copy it or pack the model again.")
 
     def __getitem__(self, expert: ExpertId) -> bytes:
         if not 0 <= expert[0] < self.topology.num_layers or not (

@@ -126,6 +126,8 @@ def verify(
         store = ExpertStore.open(path, trust_remote_code=trust_remote_code)
         damaged = [flat for flat, expert in enumerate(store) if not store.verify_expert(flat, store[expert])]
         damaged_files = tuple(file.name for file in store.damaged_dense_files())
+        if damaged_files:  # such a store is not loaded
+            return _refused(store, len(damaged), damaged_files, reference)
         if packed and reference is None:
             reference = model  # the checkpoint itself is the better witness
         resident = open_reference(store, reference, trust_remote_code=trust_remote_code)
@@ -160,6 +162,26 @@ def verify(
         slots=stats.slots,
         experts=stats.experts,
         misses=stats.misses,
+        reference=str(reference) if reference is not None else "the store's own bytes",
+    )
+
+
+def _refused(
+    store: ExpertStore, damaged_experts: int, damaged_files: tuple[str, ...], reference: str | Path | None
+) -> VerifyReport:
+    """Report a store whose dense files were altered: nothing was compared."""
+    return VerifyReport(
+        identical=False,
+        tokens=0,
+        max_abs_diff=0.0,
+        first_difference=None,
+        damaged_experts=damaged_experts,
+        damaged_slots=0,
+        damaged_files=damaged_files,
+        prompt_tokens=0,
+        slots=0,
+        experts=len(store),
+        misses=0,
         reference=str(reference) if reference is not None else "the store's own bytes",
     )
 

@@ -13,10 +13,12 @@ from foregate.collect.errors import StoreError
 from foregate.collect.topology import ExpertId
 from foregate.runtime.blocks import ALIGNMENT, views
 from foregate.runtime.checkpoint import read_header
+from foregate.runtime.loading import load
 from foregate.runtime.manifest import MANIFEST, Manifest
 from foregate.runtime.pack import pack
 from foregate.runtime.store import ExpertStore
 from safetensors import safe_open
+from transformers import Qwen3MoeForCausalLM
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +131,13 @@ def test_what_is_no_store_is_refused(tmp_path, what):
         lambda value: value["layers"].pop(),
         lambda value: value["layers"][0]["layout"].update(nbytes=1000),
         lambda value: value.update(topology=[]),
+        lambda value: value.update(dense_files=[]),
+        lambda value: value["dense_files"][0].pop("name"),
+        *(
+            lambda value, files=files, name=name: value[files][0].update(name=name)
+            for files in ("expert_files", "dense_files")
+            for name in ("../model.safetensors", "/etc/hostname", "a/b", "a\\b", "C:a", "..", ".", "", "a\0b", 3, None)
+        ),
     ],
 )
 def test_a_manifest_of_another_form_is_refused(copied, change):
@@ -139,6 +148,9 @@ def test_a_manifest_of_another_form_is_refused(copied, change):
 
 def test_a_manifest_that_is_no_json_is_refused(copied):
     (copied / MANIFEST).write_text("{")
+    with pytest.raises(StoreError, match="is no manifest"):
+        ExpertStore.open(copied)
+    (copied / MANIFEST).write_text("[" * 100_000)
     with pytest.raises(StoreError, match="is no manifest"):
         ExpertStore.open(copied)
 
@@ -208,3 +220,44 @@ def test_a_store_that_shrinks_while_open_says_so(copied):
         file.truncate(8192)
     with pytest.raises(StoreError, match="truncated after it was opened"):
         store[ExpertId(1, 7)]
+
+
+def damage_header(folder):
+    """Rename a dense tensor: transformers would fill it with random numbers."""
+    path = folder / "model.safetensors"
+    content = path.read_bytes()
+    assert content.count(b'"model.norm.weight"') == 1
+    path.write_bytes(content.replace(b'"model.norm.weight"', b'"model.morn.weight"'))
+
+
+def damage_values(folder):
+    path = folder / "model.safetensors"
+    flip(path, path.stat().st_size - 1)
+
+
+def damage_top_k(folder):
+    edit_manifest(folder, lambda value: [layer.update(top_k=1) for layer in value["topology"]["layers"]])
+
+
+def add_other_weights(folder):
+    """Make transformers read the dense tensors from elsewhere, although the packed file is untouched."""
+    tensors = {name: "other.safetensors" for name in read_header(folder / "model.safetensors")}
+    (folder / "model.safetensors").rename(folder / "other.safetensors")
+    index = {"metadata": {"total_size": 0}, "weight_map": tensors}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    edit_manifest(
+        folder,
+        lambda value: value.update(
+            dense_files=[{"name": "config.json", "nbytes": (folder / "config.json").stat().st_size, "checksum": ""}]
+        ),
+    )
+
+
+@pytest.mark.parametrize("damage", [damage_header, damage_values, damage_top_k, add_other_weights])
+def test_an_altered_store_is_not_loaded(copied, damage):
+    damage(copied)
+    ExpertStore.open(copied)  # only loading reads every dense byte and builds the model
+    with pytest.raises(StoreError, match=r"was altered: .*pack the model again"):
+        load(copied)
+    with pytest.raises(StoreError, match="was altered"):
+        Qwen3MoeForCausalLM.from_pretrained(copied)
