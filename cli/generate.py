@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from ..collect.errors import DataError, SettingError
+from ..collect.errors import DataError, ModelError, SettingError
 
 log = logging.getLogger(__name__)
+
+MIN_TEMPERATURE = 1e-3  # logits divided by less overflow
 
 
 def parser() -> Any:
@@ -49,8 +52,10 @@ def run(args: Any) -> int:
     config = settings_from(args, RuntimeConfig)
     if args.max_new_tokens < 1:
         raise SettingError(f"max_new_tokens must be at least 1, got {args.max_new_tokens}.")
-    if not args.temperature >= 0:
-        raise SettingError(f"temperature must be 0 or positive, got {args.temperature}.")
+    if args.temperature != 0 and not MIN_TEMPERATURE <= args.temperature < math.inf:
+        raise SettingError(f"temperature must be 0 or at least {MIN_TEMPERATURE}, got {args.temperature}.")
+    if not 0 <= args.seed < 2**64:
+        raise SettingError(f"seed must lie in 0..2**64 - 1, got {args.seed}.")
     prompt = _prompt(args.prompt, args.prompt_file)
 
     import torch
@@ -65,6 +70,18 @@ def run(args: Any) -> int:
         inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
         if not inputs["input_ids"].numel():
             raise SettingError(f"prompt must hold at least one token, got {prompt!r}.")
+        largest, known = int(inputs["input_ids"].max()), model.get_input_embeddings().num_embeddings
+        if largest >= known:
+            raise ModelError(
+                f"{args.store} has a tokenizer of another model: it gives token id {largest}, the model knows "
+                f"0..{known - 1}; put the model's own tokenizer files there."
+            )
+        length, positions = (
+            inputs["input_ids"].shape[1],
+            getattr(model.config.get_text_config(), "max_position_embeddings", None),
+        )
+        if positions is not None and not model.config.is_encoder_decoder and length >= positions:
+            raise SettingError(f"prompt must have fewer tokens than the model's {positions} positions, got {length}.")
         sampling = {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}
         streamer = None if args.json else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         torch.manual_seed(args.seed)
@@ -99,12 +116,16 @@ def _prompt(text: str | None, file: str | None) -> str:
         raise SettingError(
             f"Give one of --prompt TEXT and --prompt-file FILE, got {'none' if text is None else 'both'}."
         )
-    if text is not None:
-        return text
-    assert file is not None
-    if file == "-":
-        return sys.stdin.read()
+    prompt = text if text is not None else _read(str(file))
     try:
-        return Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        prompt.encode()
+    except UnicodeEncodeError:  # bytes of a command line or of standard input that are no UTF-8
+        raise DataError(f"{prompt[:80]!r} is no text; give a prompt in UTF-8.") from None
+    return prompt
+
+
+def _read(file: str) -> str:
+    try:
+        return sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
         raise DataError(f"{file} is no text that can be read ({error}); give a UTF-8 file.") from error

@@ -136,7 +136,9 @@ def sentence(error: Exception) -> str:
         text = re.sub(r"<class '([\w.]+)'>", r"\1", _one_line(str(error)))  # jsonargparse names types by their repr
         return f"{text.rstrip('.')}; --help lists what is legal."
     if isinstance(error, OSError) and error.errno in OS_ERRORS:
-        file = f": {error.filename}" if error.filename is not None else ""
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        name = error.filename2 if full and error.filename2 is not None else error.filename  # of a copy, where it went
+        file = f": {name}" if name is not None else ""
         return OS_ERRORS[error.errno].format(file=file)
     if isinstance(error, MemoryError):
         return "not enough memory; choose a smaller budget, batch or model."

@@ -14,6 +14,7 @@ from ..collect.topology import MoeTopology
 
 Mode = Literal["off", "observe", "enforce", "auto"]
 ReaderKind = Literal["auto", "direct", "preadv", "seek"]
+MAX_THREADS = 64  # queue depth at which disks are no faster; each thread costs memory
 DEFAULT_MEMORY_SHARE = 0.5  # of what is available, where neither slots nor budget are given
 
 
@@ -51,8 +52,8 @@ class RuntimeConfig:
             raise SettingError(f"mode must be one of {', '.join(get_args(Mode))}, got {self.mode!r}.")
         if self.reader not in get_args(ReaderKind):
             raise SettingError(f"reader must be one of {', '.join(get_args(ReaderKind))}, got {self.reader!r}.")
-        if self.threads < 1:
-            raise SettingError(f"threads must be at least 1, got {self.threads}.")
+        if not 1 <= self.threads <= MAX_THREADS:
+            raise SettingError(f"threads must be at least 1 and at most {MAX_THREADS}, got {self.threads}.")
         if self.chunk_kib < 4 or self.chunk_kib % 4:
             raise SettingError(f"chunk_kib must be a positive multiple of 4, got {self.chunk_kib}.")
         for name in ("prefetch_threshold", "probation"):

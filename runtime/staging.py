@@ -43,8 +43,10 @@ def staged_folder(target: str | Path, needed_bytes: int = 0) -> Iterator[Path]:
         if target.exists():
             target.rmdir()
         partial.rename(target)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            error.filename = str(target)  # so that a full disk can be named
         raise
 
 

@@ -168,6 +168,41 @@ def test_settings_out_of_range(failure: Failure, store: Path, words: list[str]) 
     assert words[1] in failure(["generate", str(store), "--prompt", "a", *words])
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--seed", "-1"],
+        ["--seed", str(2**64)],
+        ["--temperature", "1e-40"],
+        ["--temperature", "nan"],
+        ["--threads", "65"],
+    ],
+)
+def test_generation_settings_that_would_break_later(failure: Failure, store: Path, words: list[str]) -> None:
+    assert words[1] in failure(["generate", str(store), "--prompt", "a", *words])
+
+
+def test_a_prompt_longer_than_the_model_reads(failure: Failure, tmp_path: Path, store: Path) -> None:
+    (tmp_path / "long").write_text("word " * 1100, encoding="utf-8")
+    assert "1024 positions" in failure(["generate", str(store), "--slots", "0.5", "--prompt-file", "long"])
+
+
+def test_a_prompt_that_is_no_text(failure: Failure, tmp_path: Path, store: Path) -> None:
+    assert "UTF-8" in failure(["generate", str(store), "--prompt", "caf\udce9"])
+    (tmp_path / "latin").write_bytes(b"caf\xe9 noir")
+    assert "latin" in failure(["generate", str(store), "--prompt-file", "latin"])
+
+
+def test_a_tokenizer_of_another_model(failure: Failure, tmp_path: Path, store: Path) -> None:
+    copy = tmp_path / "store"
+    shutil.copytree(store, copy)
+    tokenizer = json.loads((copy / "tokenizer.json").read_text(encoding="utf-8"))
+    vocabulary = tokenizer["model"]["vocab"]
+    tokenizer["model"]["vocab"] = {token: number + 100_000 for token, number in vocabulary.items()}
+    (copy / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    assert "tokenizer of another model" in failure(["generate", str(copy), "--slots", "0.5", "--prompt", "a"])
+
+
 def test_a_checkpoint_that_is_none(failure: Failure, tmp_path: Path) -> None:
     (tmp_path / "a.ckpt").write_bytes(b"nothing")
     assert "a.ckpt" in failure(["export", "a.ckpt", "--out", "bundle"])

@@ -123,6 +123,7 @@ FAILURES = [
     (SettingError("size must be positive, got 0."), 2, "size must be positive, got 0."),
     (ForegateError("two\n  lines."), 1, "two lines."),
     (OSError(errno.ENOSPC, "No space left on device", "out/x"), 1, "no space left on the device: out/x; free some"),
+    (OSError(errno.ENOSPC, "", "/tmp/part", None, "out/x"), 1, "no space left on the device: out/x; free some"),
     (OSError(errno.EACCES, "Permission denied", "out/x"), 1, "no permission: out/x; change"),
     (FileNotFoundError(errno.ENOENT, "No such file", "in/x"), 1, "no such file or folder: in/x; check the path."),
     (OSError("model is\nnot there"), 1, "model is not there"),

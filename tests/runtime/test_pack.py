@@ -286,6 +286,13 @@ def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path):
     assert is_empty(tmp_path / "out", "file")
 
 
+def test_a_full_disk_is_named(tmp_path):
+    with pytest.raises(OSError, match="full") as failure, staged_folder(tmp_path / "out"):
+        raise OSError(errno.ENOSPC, "full")  # as file.write raises it: without a name
+    assert failure.value.filename == str(tmp_path / "out")
+    assert is_empty(tmp_path)
+
+
 def test_the_command_packs(folder, tmp_path, capsys):
     assert program.main(["pack", str(folder), "--out", str(tmp_path / "store"), "--json"]) == 0
     out, _ = capsys.readouterr()
