@@ -7,6 +7,7 @@ products themselves; the tests hold both to the same result.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ def group_experts(model: nn.Module) -> None:
     """Let the experts of a model that was built here run grouped; its parameters stay as they are."""
     for module in model.modules():
         if isinstance(module, SwitchTransformersExperts):
-            module.forward = partial(grouped_forward, module)
+            module.forward = partial(grouped_forward, module)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def grouped_forward(
@@ -29,8 +30,8 @@ def grouped_forward(
     chosen_T1E: torch.Tensor,
     weights_T1: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the experts' outputs (T, D); a token beyond the capacity has an all-zero row in chosen_T1E and gets zero."""
-    members = list(experts.children())
+    """Return the outputs (T, D); a token beyond the capacity has a row of zeros in chosen_T1E and gets zeros."""
+    members: list[Any] = list(experts.children())
     chosen_TE = chosen_T1E[:, 0]
     rows_N = chosen_TE.any(-1).nonzero()[:, 0]
     ids_N, order_N = chosen_TE[rows_N].argmax(-1).sort(stable=True)

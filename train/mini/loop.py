@@ -34,13 +34,15 @@ def pace(schedule: Schedule, step: int, minutes: float, max_minutes: float) -> f
     return FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def optimizer_for(model: nn.Module, schedule: Schedule) -> torch.optim.AdamW:
+def optimizer_for(model: nn.Module, schedule: Schedule) -> torch.optim.Optimizer:
     """Decay matrices, leave vectors alone."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": schedule.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
+    if schedule.optimizer == "adafactor":
+        return torch.optim.Adafactor(groups, lr=schedule.learning_rate, foreach=True)
     return torch.optim.AdamW(groups, lr=schedule.learning_rate, betas=(0.9, 0.98), fused=True)
 
 

@@ -85,6 +85,9 @@ def _figures(card: dict[str, Any], kind: str) -> str:
         for task, row in held_out["accuracy"].items()
     ]
     table = _table(["dev set", "accuracy", "95 % interval", "majority class", "examples", "verdict"], rows)
+    at_chance = [task for task, row in held_out["accuracy"].items() if row["at_chance"]]
+    if at_chance:
+        table += f"\n\nAt chance: {', '.join(at_chance)}. Its figures are no measure of this model; use the others."
     return f"{table}\n\nPerplexity of masked spans {held_out['span_perplexity']};" + (
         f" {card['before_training']['span_perplexity']} before training."
     )

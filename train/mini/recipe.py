@@ -13,6 +13,7 @@ from ...collect.errors import SettingError
 from .tokenizer import Kind
 
 Precision = Literal["float32", "bfloat16"]
+Optimizer = Literal["adamw", "adafactor"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,8 @@ class Schedule:
     """Sequences of one step."""
     sequence_tokens: int = 512
     """Tokens of one training sequence (causal), or the most of one encoder input (switch)."""
+    optimizer: Optimizer = "adamw"
+    """adamw, or adafactor, whose steps are relative to the size of each matrix: T5-like attention needs that."""
     learning_rate: float = 2e-3
     """Highest learning rate, after the warm-up."""
     warmup_steps: int = 100

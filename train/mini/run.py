@@ -42,6 +42,7 @@ def learn_tokenizer(recipe: Recipe, train: Text) -> PreTrainedTokenizerFast:
     lines = [line for documents in train.documents.values() for line in documents]
     if recipe.kind == "switch":
         lines += LABEL_LINES * LABEL_REPEATS
+        lines += [f" {phrase}" for phrase, _ in train.sst2]  # words that carry the label should be one token
     return train_tokenizer(recipe.kind, lines, vocab_size=recipe.shape.vocab_size, max_length=recipe.shape.max_length)
 
 

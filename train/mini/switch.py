@@ -24,7 +24,6 @@ from .text import Text
 # B batch, S sequence, T = B*S tokens without padding, L MoE layers, E experts
 
 ROUTER_STD = 0.1  # transformers starts routers at std 1, which is one-hot before anything is learnt
-EMBEDDING_STD = 0.3  # std 1 moves too slowly under AdamW at these learning rates
 
 
 def build(
@@ -52,7 +51,6 @@ def build(
         decoder_start_token_id=tokenizer.pad_token_id,  # pyright: ignore[reportCallIssue]
     )
     model = SwitchTransformersForConditionalGeneration(config)
-    nn.init.normal_(model.shared.weight, std=EMBEDDING_STD)
     for module in model.modules():
         if isinstance(module, SwitchTransformersTop1Router):
             nn.init.normal_(module.classifier.weight, std=ROUTER_STD)

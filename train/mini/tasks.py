@@ -22,7 +22,7 @@ LABEL_LINES = [f"sst2 sentence:{label}" for label in SST2_LABELS] + [
     f"mrpc sentence1: sentence2:{label}" for label in MRPC_LABELS
 ]
 MIX = {"sst2": 0.8, "mrpc": 0.1, "spans": 0.1}  # pairs are long: more of them would halve the phrases per minute
-ECHO_TOKENS = 12
+ECHO_TOKENS = 8
 ECHO_WEIGHT = 0.02  # of a token behind the label, which weighs 1: the echo must not drown the task
 SPAN_WEIGHT = 0.05
 MASKED = 0.15  # share of tokens in masked spans, T5 section 3.1.4
