@@ -1,11 +1,6 @@
 """Expert kernels: the matrix products of one expert's tokens, and which of them give the resident model's bits.
 
 Shapes: T tokens, K top-k, S = T * K rows, M rows of one expert, H hidden size, I expert width.
-
-The resident model computes all S rows at once. Products go expert by expert there too. Its gate does not: where rows
-are no multiple of a vector register, PyTorch computes the last elements of a tensor with another exp than the others,
-so that one unit in the last place of a row depends on how many rows there are. A kernel with a whole gate therefore
-puts an expert's rows where they stand among all S; only widths that no large model has need it.
 """
 
 from __future__ import annotations
@@ -20,6 +15,7 @@ from torch import nn
 from transformers.integrations.moe import grouped_mm_experts_forward
 
 from .blocks import BlockLayout, views
+from .gates import Gate, choose_gate
 
 log = logging.getLogger(__name__)
 
@@ -43,30 +39,23 @@ PRODUCTS: dict[str, Product] = {"loop": loop_product, "grouped": grouped_product
 
 
 class Kernel(NamedTuple):
-    """The product in use and why."""
+    """The product and the gate in use and why."""
 
     name: str
     product: Product
-    whole_gate: bool
-    """Whether the gate sees an expert's rows at their place among all rows of the event."""
+    gate: Gate
     reason: str
 
 
 def expert_rows(
     module: Any, tensors: Mapping[str, torch.Tensor], x_SH: torch.Tensor, rows: slice, kernel: Kernel
 ) -> torch.Tensor:
-    """Compute one expert on its rows [M, H] of all: up, gate, down, with the module's own gate and biases."""
+    """Compute one expert on its rows [M, H] of all: up, gate, down, and biases where there are any."""
     first = "gate_up_proj" if module.has_gate else "up_proj"
     up_MI = kernel.product(x_SH[rows], tensors[first], module.is_transposed)
     if module.has_bias:
         up_MI.add_(tensors[f"{first}_bias"])
-    gate = module._apply_gate if module.has_gate else module.act_fn
-    if kernel.whole_gate:
-        up_SI = up_MI.new_zeros(len(x_SH), up_MI.shape[1])
-        up_SI[rows] = up_MI
-        act_MI = gate(up_SI)[rows]
-    else:
-        act_MI = gate(up_MI)
+    act_MI = kernel.gate.rows(up_MI, rows.start, len(x_SH))
     out_MH = kernel.product(act_MI, tensors["down_proj"], module.is_transposed)
     if module.has_bias:
         out_MH.add_(tensors["down_proj_bias"])
@@ -74,24 +63,31 @@ def expert_rows(
 
 
 def choose_kernel(module: Any, layout: BlockLayout) -> Kernel:
-    """Choose the cheapest kernel that gives the bits of transformers' grouped_mm on probes of this layout.
+    """Choose the cheapest product that gives the bits of transformers' grouped_mm on probes of this layout.
 
-    Falls back to the resident model's own product and a whole gate where none does.
+    Falls back to the resident model's own product where none does, and to `loop` where grouped_mm does not run: on
+    rows of bfloat16 that are no multiple of 16 bytes.
     """
     generator = torch.Generator().manual_seed(0)
     experts = [_random_block(layout, generator) for _ in range(2)]
     twin = _stand_in(module, experts)
-    for whole_gate in (False, True):
+    down = experts[0]["down_proj"]
+    gate = choose_gate(module, down.shape[0] if module.is_transposed else down.shape[1], down.dtype)
+    try:
         for name, product in PRODUCTS.items():
-            kernel = Kernel(f"{name} with a whole gate" if whole_gate else name, product, whole_gate, "")
+            kernel = Kernel(name, product, gate, "")
             if all(_agrees(twin, experts, rows, kernel, generator) for rows in PROBE_ROWS):
-                dtype = experts[0]["down_proj"].dtype
-                reason = f"equal to grouped_mm bit for bit on {len(PROBE_ROWS)} probes ({dtype}, {layout.nbytes} bytes)"
-                log.info("expert kernel %s: %s", kernel.name, reason)
+                probes = f"{len(PROBE_ROWS)} probes ({down.dtype}, {layout.nbytes} bytes)"
+                reason = f"equal to grouped_mm bit for bit on {probes}"
+                log.info("expert kernel %s, %s gate: %s", name, gate.name, reason)
                 return kernel._replace(reason=reason)
-    reason = "no kernel gave the probes' bits; this one does what the resident model does"
-    log.warning("expert kernel grouped with a whole gate: %s", reason)
-    return Kernel("grouped with a whole gate", grouped_product, True, reason)
+    except RuntimeError as error:
+        reason = f"grouped_mm does not run on this layout ({error})"
+        log.warning("expert kernel loop, %s gate: %s", gate.name, reason)
+        return Kernel("loop", loop_product, gate, reason)
+    reason = "no product gave the probes' bits; this is the resident model's own"
+    log.warning("expert kernel grouped, %s gate: %s", gate.name, reason)
+    return Kernel("grouped", grouped_product, gate, reason)
 
 
 def _agrees(

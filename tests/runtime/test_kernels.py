@@ -78,7 +78,7 @@ def test_the_choice_is_logged_with_its_reason_and_leaves_no_trace(caplog: pytest
     with caplog.at_level(logging.INFO, logger=kernels.__name__):
         kernel = chosen(module)
     assert kernel.name == "loop"
-    assert caplog.messages == [f"expert kernel loop: {kernel.reason}"]
+    assert caplog.messages == [f"expert kernel loop, row gate: {kernel.reason}"]
     assert kernel.reason == "equal to grouped_mm bit for bit on 6 probes (torch.float32, 8192 bytes)"
     assert torch.equal(state, torch.random.get_rng_state())
     assert module.num_experts == 8
@@ -99,27 +99,13 @@ def test_where_nothing_agrees_the_resident_model_s_own_is_taken(
     monkeypatch.setattr(kernels, "PRODUCTS", {"sloppy": lambda *args: loop_product(*args) * (1 + 1e-6)})
     with caplog.at_level(logging.WARNING, logger=kernels.__name__):
         kernel = chosen(experts_module("qwen3_moe"))
-    assert kernel[:3] == ("grouped with a whole gate", grouped_product, True)
-    assert "no kernel gave the probes' bits" in caplog.text
+    assert (kernel.name, kernel.product) == ("grouped", grouped_product)
+    assert "no product gave the probes' bits" in caplog.text
 
 
-def test_a_gate_that_depends_on_its_neighbours_sees_them() -> None:
-    """GPT-OSS interleaves gate and up; at 16 wide, rows are half a vector register of AVX-512, a whole one of AVX2."""
-    module = experts_module("gpt_oss")
-
-    class Neighbourly:
-        """Its gate tells how many rows it was shown before and after each."""
-
-        has_gate, has_bias, is_transposed = True, False, True
-
-        @staticmethod
-        def _apply_gate(up_SI: torch.Tensor) -> torch.Tensor:
-            return torch.cumsum((up_SI[:, :16] != 0).float(), 0)
-
-    slots = slots_of(module)
-    x_SH = torch.randn(6, 32)
-    for whole_gate in (False, True):
-        kernel = Kernel("test", loop_product, whole_gate, "")
-        found = expert_rows(Neighbourly, {**slots[0], "down_proj": torch.eye(16)}, x_SH, slice(2, 4), kernel)
-        assert found[:, 0].tolist() == [1, 2]
-    assert chosen(module).name.startswith("loop")
+def test_where_grouped_mm_does_not_run_the_loop_is_taken(caplog: pytest.LogCaptureFixture) -> None:
+    module = experts_module("qwen3_moe", torch.bfloat16, moe_intermediate_size=17)
+    with caplog.at_level(logging.WARNING, logger=kernels.__name__):
+        kernel = chosen(module)
+    assert (kernel.name, kernel.product) == ("loop", loop_product)
+    assert "grouped_mm does not run on this layout" in caplog.text
