@@ -60,6 +60,17 @@ def test_every_family_has_the_resident_bits(packed: Pack, name: str, dtype: torc
         assert handle.damaged_slots() == []
 
 
+def test_a_prefill_that_threads_share_has_the_resident_bits(packed: Pack) -> None:
+    """1,001 tokens x top-3 rows of 16: the second thread begins in mid-row."""
+    pair = packed("qwen3_moe")
+    model = load(pair.store, slots=0.5)
+    with model.foregate:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            inputs = pair.inputs(1, 1001)
+            assert torch.equal(logits(model, inputs), logits(pair.resident, inputs))
+
+
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "sampling": {"do_sample": True, "temperature": 1.5, "top_k": 40},
