@@ -3,8 +3,8 @@
 A shadow directory (LRU, no bytes) sees the same events. Per window of events the predictor's worth is
   (shadow misses - blocks that were loaded) x read time + reads hidden by prefetch x read time - predictor time,
 where blocks loaded = misses + delayed hits + on-time prefetches, and a wasted prefetch costs its read in full (an upper
-bound: it ran in idle time). A window that is worth less than nothing demotes `auto` to observing; after a pause that
-doubles each time it is tried again.
+bound: it ran in idle time). A window that is worth less than nothing suspends the predictor: it is not even asked,
+since its time is what it may cost most. After a pause that doubles each time it is tried again for a window.
 """
 
 from __future__ import annotations

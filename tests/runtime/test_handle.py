@@ -267,6 +267,29 @@ def test_close_joins_its_threads_and_takes_its_hooks_back(packed: Pack, with_pre
     assert model.foregate.stats().tokens > 0, "numbers outlive the threads"
 
 
+def test_close_lets_the_event_of_another_thread_end(packed: Pack) -> None:
+    pair = packed("qwen3_moe")
+    model = load(pair.store, slots=3)
+    inputs, running, ended = pair.inputs(1, 5), threading.Event(), []
+
+    def run() -> None:
+        with torch.no_grad():
+            try:
+                while True:
+                    model(**inputs)
+                    running.set()
+            except BaseException as error:
+                ended.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert running.wait(PATIENCE)
+    model.foregate.close()
+    thread.join(PATIENCE)
+    assert [type(error) for error in ended] == [ClosedError]
+    model.foregate.engine.check()
+
+
 def test_a_model_that_is_dropped_ends_its_threads(packed: Pack, with_predictor: Callable[..., Any]) -> None:
     pair = packed("qwen3_moe")
     model = with_predictor(pair.store, slots=0.5, in_time=False)
