@@ -58,7 +58,9 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(installed: Path, cwd: Path, *arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
     """Run Python on the installed wheel; -S keeps the .pth file away that points at this tree."""
     paths = os.pathsep.join([str(installed), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")])
-    environment = {**os.environ, "PYTHONPATH": paths, "FOREGATE_SMOKE": "1", "TMPDIR": str(cwd)}
+    temporary = cwd.parent / f"{cwd.name}-temporary"  # torch makes folders of its own there
+    temporary.mkdir(exist_ok=True)
+    environment = {**os.environ, "PYTHONPATH": paths, "FOREGATE_SMOKE": "1", "TMPDIR": str(temporary)}
     command = [sys.executable, "-S", *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, check=False, **options)  # type: ignore[call-overload]
 
@@ -103,6 +105,7 @@ def test_demo_runs_from_the_wheel(installed: Path, tmp_path: Path) -> None:
     done = run(installed, tmp_path, "-m", "foregate.cli", "demo", "--json")
     assert done.returncode == 0, done.stderr
     value = json.loads(done.stdout)
+    assert not list(tmp_path.parent.rglob("foregate-demo-*")), "the store was left behind"
     assert value["identical"] is True
     assert set(value["arms"]) >= {"resident", "lru", "foregate"}
     metrics = {"tokens_per_s", "bytes_per_token", "hits", "delayed_hits", "misses", "on_time_share", "stall_s"}
