@@ -107,12 +107,7 @@ class SruAttentionToken(TokenNetwork):
     @torch.no_grad()
     def warm_start(self, statistics: RoutingStatistics) -> None:
         """Start at the token table, corrected by the slowest frequency; the trunk starts silent."""
-        bias, embedding, skip = factorise(statistics, self.sizes.embedding)
-        self.embedding.table.weight.zero_()
-        self.embedding.table.weight[:-1] = embedding
-        self.token_skip.weight.copy_(skip)
-        self.heads.weight.zero_()
-        self.heads.bias.copy_(bias)
+        _start_at_token_table(self, statistics)
         self.popularity_LE.copy_(torch.as_tensor(statistics.popularity_LE))
         self.history_skip.fill_(0.3)
 
@@ -190,12 +185,7 @@ class SruAttentionBatch(BatchNetwork):
     @torch.no_grad()
     def warm_start(self, statistics: RoutingStatistics) -> None:
         """Start at the token table; the trunk starts silent."""
-        bias, embedding, skip = factorise(statistics, self.sizes.embedding)
-        self.embedding.table.weight.zero_()
-        self.embedding.table.weight[:-1] = embedding
-        self.token_skip.weight.copy_(skip)
-        self.heads.weight.zero_()
-        self.heads.bias.copy_(bias)
+        _start_at_token_table(self, statistics)
 
     def forward(self, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
         """Give logits [B, T, L, E]; padding changes nothing elsewhere."""
@@ -207,6 +197,16 @@ class SruAttentionBatch(BatchNetwork):
         hidden = hidden + self.trunk.attention.full(hidden, mask_BT, self.causal)
         logits = self.heads(self.trunk.dropout(self.trunk.norm(hidden))) + self.token_skip(token)
         return logits.unflatten(-1, self.spec.shape)
+
+
+def _start_at_token_table(network: SruAttentionToken | SruAttentionBatch, statistics: RoutingStatistics) -> None:
+    """Let the skip from the token embedding give the token table, and the heads nothing yet."""
+    bias, embedding, skip = factorise(statistics, network.sizes.embedding)
+    network.embedding.table.weight.zero_()
+    network.embedding.table.weight[:-1] = embedding
+    network.token_skip.weight.copy_(skip)
+    network.heads.weight.zero_()
+    network.heads.bias.copy_(bias)
 
 
 def decayed(previous_BTLE: Tensor, keep_BTRL1: Tensor, start_BRLE: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ def name_of(path: Path) -> str:
 def parser_for(path: Path) -> jsonargparse.ArgumentParser:
     """Give the parser that a config belongs to: the command its folder is named after, or the mini recipe's."""
     folder = path.relative_to(CONFIGS).parts[0]
-    if folder == "train" and path.stem.startswith("mini"):
+    if folder == "mini":
         from foregate.train.mini.recipe import recipe_parser
 
         parser = recipe_parser()

@@ -27,7 +27,7 @@ from foregate.train.mini.tasks import Tasks
 from foregate.train.mini.text import longest_phrases, read_text
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
-CONFIGS = {"causal": "configs/train/mini.yaml", "switch": "configs/train/mini_switch.yaml"}
+CONFIGS = {"causal": "configs/mini/causal.yaml", "switch": "configs/mini/switch.yaml"}
 NAMES = {"causal": "foregate-mini", "switch": "foregate-mini-switch"}
 LIMITS = {"foregate-mini": 20_000_000, "foregate-mini-switch": 12_000_000}
 ROOT = Path(__file__).parents[2]

@@ -1,4 +1,4 @@
-"""Command line of the mini recipe: `python -m foregate.train.mini --config configs/train/mini.yaml`."""
+"""Command line of the mini recipe: `python -m foregate.train.mini --config configs/mini/causal.yaml`."""
 
 from __future__ import annotations
 

@@ -31,7 +31,6 @@ SOURCES = (
 def page(card: dict[str, Any]) -> str:
     """Return the README text of a card."""
     kind = "causal" if "perplexity" in card["held_out"] else "switch"
-    config = "mini.yaml" if kind == "causal" else "mini_switch.yaml"
     training, shape = card["training"], card["shape"]
     width = 3 if kind == "causal" else 2
     expert_bytes = width * shape["hidden_size"] * shape["expert_size"] * 2
@@ -50,7 +49,7 @@ def page(card: dict[str, Any]) -> str:
         f"{training['steps']:,} steps, {training['tokens']:,} tokens, {training['minutes']} minutes on"
         f" {training['threads']} CPU thread(s) ({training['tokens_per_s']:,} tokens/s), seed {training['seed']}; torch"
         f" {card['versions']['torch']}, transformers {card['versions']['transformers']}. Again:",
-        f"```sh\nFOREGATE_DATA=folder python -m foregate.train.mini --config configs/train/{config}\n```",
+        f"```sh\nFOREGATE_DATA=folder python -m foregate.train.mini --config configs/mini/{kind}.yaml\n```",
         f"Text: {SOURCES}",
         _table(
             ["source", "training", "held out"],

@@ -1,4 +1,4 @@
-"""Settings of the mini recipe. The same classes feed the command line and the YAML files in configs/train/."""
+"""Settings of the mini recipe. The same classes feed the command line and the YAML files in configs/mini/."""
 
 from __future__ import annotations
 
