@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from .atomic import replacing
 from .errors import TraceError
 from .shard import row_widths
+from .staging import staged_file
 from .topology import MoeTopology
 from .trace import HEADER_NAME, Trace, TraceHeader
 
@@ -85,7 +85,7 @@ def _new(path: Path, header: TraceHeader) -> Resumed:
     made_folder = not path.exists()
     path.mkdir(parents=True, exist_ok=True)
     try:
-        with replacing(path / HEADER_NAME) as file:
+        with staged_file(path / HEADER_NAME) as file:
             file.write(json.dumps(header.to_json(), indent=1).encode() + b"\n")
     except OSError:
         if made_folder:

@@ -21,11 +21,11 @@ from typing import NamedTuple
 
 import pyarrow.parquet as pq
 
-from .atomic import replacing
 from .checks import FileCheck, OrderCheck, RowCheck
 from .errors import ClosedError, SettingError, TraceError
 from .resume import Resumed, open_folder
 from .shard import SequenceRouting, split_parts, stored, table_of
+from .staging import staged_file
 from .trace import HEADER_NAME, TraceHeader
 
 log = logging.getLogger(__name__)
@@ -218,7 +218,7 @@ class TraceWriter:
             raise TraceError(f"{self.path / name} is not written: {reason}; check that the routers ran.")
         for index, reason in check.repeats():
             log.warning("%s, row %s: %s; leave it out before training.", self.path / name, index, reason)
-        with replacing(self.path / name) as file:
+        with staged_file(self.path / name) as file:
             table = table_of(rows, text=self.text)
             pq.write_table(table, file, compression="zstd", row_group_size=len(rows), write_page_checksum=True)
         self._shards += 1

@@ -8,12 +8,8 @@ training saw (`training.sequences`), so that nobody evaluates on them by mistake
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
-import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -145,31 +141,6 @@ def check_target(out: Path) -> None:
     names = {item.name for item in out.iterdir()} if out.is_dir() else {""}
     if names and not (CARD in names and names <= {CARD, GRAPH, WEIGHTS}):  # models have cards, too
         raise BundleError(f"{out} exists and is no predictor bundle; remove it or name another folder.")
-
-
-@contextlib.contextmanager
-def replacing_folder(out: Path) -> Iterator[Path]:
-    """Give a temporary sibling of `out` and put it in its place at the end; after an error, nothing has changed.
-
-    Raises:
-        BundleError: if `out` is something else than a bundle or an empty folder.
-    """
-    check_target(out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary, old = (out.with_name(f".{out.name}.{os.getpid()}.{end}") for end in ("tmp", "old"))
-    temporary.mkdir()
-    try:
-        yield temporary
-        if out.exists():
-            out.rename(old)
-        temporary.rename(out)
-    except BaseException:
-        if old.exists() and not out.exists():
-            old.rename(out)
-        raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
 
 
 def _checksums(folder: Path, card: dict[str, Any]) -> dict[str, str]:

@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from ..collect.staging import staged_folder
 from ..collect.trace import SequenceRouting
 from .base import BatchPredictor, TokenPredictor
-from .bundle import GRAPH, SEQUENCES, WEIGHTS, Bundle, replacing_folder, seal
+from .bundle import GRAPH, SEQUENCES, WEIGHTS, Bundle, check_target, seal
 from .network import Network, State, TokenNetwork
 from .onnx_graph import export_graph, parity
 from .onnx_predictor import OnnxBatchPredictor, OnnxTokenPredictor, step_feeds
@@ -49,7 +50,8 @@ def write_bundle(
     from safetensors.numpy import save_file
 
     out = Path(out)
-    with replacing_folder(out) as folder:
+    check_target(out)
+    with staged_folder(out, replace=True) as folder:
         graph = export_graph(network)
         report = parity(network, graph, real[:REAL_ROWS])
         (folder / GRAPH).write_bytes(graph)

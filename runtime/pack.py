@@ -19,10 +19,10 @@ from transformers import PreTrainedModel
 
 from ..collect.architectures import MoeModule, find_moe_modules, topology_of
 from ..collect.errors import ModelError, StoreError
+from ..collect.staging import staged_folder
 from .blocks import ALIGNMENT, align, fill, layout_of
 from .checkpoint import open_checkpoint
 from .manifest import MANIFEST, Manifest, StoredFile, StoredLayer
-from .staging import staged_folder
 from .store import ExpertStore, checksum_of, file_checksum
 from .streaming import Layer, dense_state, stream
 

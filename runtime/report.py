@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..collect.staging import staged_file
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -50,9 +52,8 @@ def write_report(
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
         f"<style>{STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
     )
-    staged = path.with_name(path.name + ".partial")
-    staged.write_text(page, encoding="utf-8")
-    staged.replace(path)
+    with staged_file(path) as file:
+        file.write(page.encode())
 
 
 def heat_map(load_LE: np.ndarray) -> Figure:

@@ -15,11 +15,11 @@ from foregate.cli import main as program
 from foregate.collect import tiny_models
 from foregate.collect.architectures import expert_tensors, find_moe_modules, topology_of
 from foregate.collect.errors import ModelError, SettingError, StoreError
+from foregate.collect.staging import staged_folder
 from foregate.runtime import pack as packing
 from foregate.runtime.blocks import views
 from foregate.runtime.checkpoint import find_folder, open_checkpoint, read_header
 from foregate.runtime.pack import pack
-from foregate.runtime.staging import staged_folder
 from foregate.runtime.store import ExpertStore
 from foregate.runtime.streaming import stream
 from safetensors.torch import load_file, save_file
