@@ -35,7 +35,8 @@ SCHEMA = pa.schema(
         pa.field("weights", pa.list_(pa.float16())),
     ]
 )
-TEXT_FIELD = pa.field("text", pa.string())  # an optional column, written only when asked for
+TEXT_FIELD = pa.field("text", pa.string())  # optional columns, written only when asked for
+SCORES_FIELD = pa.field("scores", pa.list_(pa.float32()))
 
 # What a reader or a check does with a row that does not fit: (row index, reason)
 Report = Callable[[int, str], None]
@@ -61,6 +62,8 @@ class SequenceRouting:
     source: str | None = None
     prompt_tokens: int | None = None
     """How many of the sequence's tokens were the prompt."""
+    scores: np.ndarray | None = None
+    """float32 [T, sum of num_experts over the stack's layers]: what the top-k chose from, only where asked for."""
     text: str | None = None
     """The text itself, only where it was asked for."""
 
@@ -80,6 +83,11 @@ def row_widths(topology: MoeTopology) -> dict[Stack, int]:
     return {stack: sum(topology.layers[i].top_k for i in topology.layers_of(stack)) for stack in topology.stacks}
 
 
+def score_widths(topology: MoeTopology) -> dict[Stack, int]:
+    """Give the columns of a row's scores by stack: the sum of num_experts over the stack's MoE layers."""
+    return {stack: sum(topology.layers[i].num_experts for i in topology.layers_of(stack)) for stack in topology.stacks}
+
+
 def stored(row: SequenceRouting) -> SequenceRouting:
     """Give a row with its arrays in the dtypes of the schema; what does not fit is left as it is, for the checks.
 
@@ -93,12 +101,19 @@ def stored(row: SequenceRouting) -> SequenceRouting:
         inside = not values.size or (legal.min <= int(values.min()) and int(values.max()) <= legal.max)
         return values.astype(dtype) if inside else values
 
-    experts, weights = fit(row.experts, np.int16), row.weights
-    assert experts is not None
-    if weights is not None and weights.dtype != np.float16:
+    def narrow(values: np.ndarray | None, dtype: type[np.floating]) -> np.ndarray | None:
         with np.errstate(over="ignore"):
-            weights = weights.astype(np.float16)
-    return replace(row, experts=experts, token_ids=fit(row.token_ids, np.int32), weights=weights)
+            return None if values is None else values.astype(dtype, copy=False)
+
+    experts = fit(row.experts, np.int16)
+    assert experts is not None
+    return replace(
+        row,
+        experts=experts,
+        token_ids=fit(row.token_ids, np.int32),
+        weights=narrow(row.weights, np.float16),
+        scores=narrow(row.scores, np.float32),
+    )
 
 
 def split_parts(row: SequenceRouting) -> list[SequenceRouting]:
@@ -115,6 +130,7 @@ def split_parts(row: SequenceRouting) -> list[SequenceRouting]:
                 experts=row.experts[cut],
                 token_ids=None if row.token_ids is None else row.token_ids[cut],
                 weights=None if row.weights is None else row.weights[cut],
+                scores=None if row.scores is None else row.scores[cut],
                 text=row.text if number == 0 else None,
             )
         )
@@ -143,9 +159,11 @@ def join_parts(rows: Iterable[SequenceRouting]) -> Iterator[SequenceRouting]:
         yield _joined(held)
 
 
-def table_of(rows: Sequence[SequenceRouting], *, text: bool = False) -> pa.Table:
-    """Put rows into one Arrow table of the trace schema, with the text column where asked for."""
-    schema = SCHEMA.append(TEXT_FIELD) if text else SCHEMA
+def table_of(rows: Sequence[SequenceRouting], *, text: bool = False, scores: bool = False) -> pa.Table:
+    """Put rows into one Arrow table of the trace schema, with the columns of texts and scores where asked for."""
+    schema = SCHEMA
+    for wanted, optional in ((text, TEXT_FIELD), (scores, SCORES_FIELD)):
+        schema = schema.append(optional) if wanted else schema
     columns = []
     for field in schema:
         values = [getattr(row, field.name) for row in rows]
@@ -266,4 +284,5 @@ def _joined(rows: list[SequenceRouting]) -> SequenceRouting:
 
     experts = together("experts")
     assert experts is not None
-    return replace(rows[0], experts=experts, token_ids=together("token_ids"), weights=together("weights"))
+    others = {name: together(name) for name in ("token_ids", "weights", "scores")}
+    return replace(rows[0], experts=experts, **others)  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ from .errors import SettingError, TraceError
 from .shard import SequenceRouting, join_parts, read_shard
 from .topology import MoeTopology, Stack
 
-__all__ = ["FORMAT_VERSION", "HEADER_NAME", "SequenceRouting", "Trace", "TraceHeader", "WeightsKind"]
+__all__ = ["FORMAT_VERSION", "HEADER_NAME", "ScoresKind", "SequenceRouting", "Trace", "TraceHeader", "WeightsKind"]
 
 FORMAT_VERSION = 1
 HEADER_NAME = "trace.json"
@@ -28,6 +28,8 @@ SHARD_GLOB = "shard-*.parquet"  # shard-RANK-NUMBER.parquet; the order of names 
 # "": not declared; none: the rows have no weights; finite: any numbers; unit: each in 0..1; normalized: a token's
 # weights in a layer are positive and sum to 1
 WeightsKind = Literal["", "none", "finite", "unit", "normalized"]
+# "": the rows have no scores; selection: the input of the top-k that gave the ids
+ScoresKind = Literal["", "selection"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +52,8 @@ class TraceHeader:
     """Library versions at recording."""
     weights: WeightsKind = ""
     """What the weights column holds; the checks hold the rows to it."""
+    scores: ScoresKind = ""
+    """What the scores column holds; the checks hold the rows to it. Empty where there is none."""
     generation: dict[str, Any] = field(default_factory=dict)
     """Generation settings, empty for a plain forward."""
     recording: dict[str, Any] = field(default_factory=dict)
@@ -60,6 +64,8 @@ class TraceHeader:
     def __post_init__(self) -> None:
         if self.weights not in get_args(WeightsKind):
             raise SettingError(f"weights must be one of {get_args(WeightsKind)}, got {self.weights!r}.")
+        if self.scores not in get_args(ScoresKind):
+            raise SettingError(f"scores must be one of {get_args(ScoresKind)}, got {self.scores!r}.")
 
     def to_json(self) -> dict[str, Any]:
         """Give the header as plain JSON values."""
