@@ -1,0 +1,72 @@
+"""Tiny random models and a tokenizer for tests and tries, made in code without a download. Knows no traces or stores.
+
+    model = tiny_models.build("qwen3_moe")                        # 2 MoE layers x 8 experts, top-3, in eval mode
+    model = tiny_models.build("switch_transformers", expert_capacity=2)
+    tokenizer = tiny_models.tokenizer()                           # a token per byte, 260 ids: in every vocabulary
+
+Top-k is 3 where the family allows it: with two experts a + b = b + a hides a wrong order of summation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+)
+
+from ..errors import SettingError
+from . import special, text
+from .sizes import VOCAB_SIZE, tiny_config
+from .tokenizer import tokenizer
+
+__all__ = ["FAMILIES", "VOCAB_SIZE", "build", "config_type", "tokenizer"]
+
+FAMILIES: dict[str, dict[str, Any]] = {**text.FAMILIES, **special.FAMILIES}
+"""By the name of a family's folder in transformers: values of its config in place of the tiny sizes."""
+
+CONFIG_TYPES = {"inkling": "inkling_mm_model", "nllb_moe": "nllb-moe"}
+TEXT_ONLY = {"llama4"}  # its image-and-text class asks text outputs for image outputs and cannot run
+FACTORIES: tuple[Any, ...] = (
+    AutoModelForMultimodalLM,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForTokenClassification,
+)
+
+
+def config_type(name: str) -> str:
+    """Give a family's `model_type` in config.json, which differs from its folder's name for two of them."""
+    return CONFIG_TYPES.get(name, name)
+
+
+def build(name: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """Build a tiny random float32 model of a family in eval mode; equal arguments give equal weights.
+
+    Args:
+        name: a key of `FAMILIES`.
+        seed: of the weights; the global random state is left as it was.
+        overrides: config values in place of the tiny ones, as `num_experts=16` or `expert_capacity=2`; those of a
+            sub-config as a dict: `text_config={"num_experts": 16}`.
+
+    Raises:
+        SettingError: if the name is no key of `FAMILIES`.
+    """
+    if name not in FAMILIES:
+        raise SettingError(f"name must be one of {', '.join(sorted(FAMILIES))}, got {name!r}.")
+    values = dict(FAMILIES[name])
+    for key, value in overrides.items():
+        both = isinstance(value, dict) and isinstance(values.get(key), dict)
+        values[key] = {**values[key], **value} if both else value
+    config = tiny_config(CONFIG_MAPPING[config_type(name)], values)
+    factories = [AutoModelForCausalLM] if name in TEXT_ONLY else FACTORIES
+    factory = next(item for item in factories if type(config) in item._model_mapping)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return factory.from_config(config).eval()
