@@ -1,31 +1,29 @@
 """Checks of a routing trace: what the writer refuses and `foregate validate` reports. Knows rows, files and headers.
 
-Row checks look at one row: ids in range, k distinct or -1 per token and MoE layer, weights as declared, token ids
-aligned. File checks look at the rows of one file together: not all zero, no warm-up or dummy batch (many identical
-rows or tokens: serving engines log one before the first request). Trace checks: each (sequence, stack, part) once.
+Row checks (`row_checks.py`) look at one row. File checks look at the rows of one file together: not all zero, no warm-up
+or dummy batch (many identical rows or tokens: serving engines log one before the first request). Trace checks: each
+(sequence, stack, part) once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from .errors import TraceError
-from .shard import PART_TOKENS, SequenceRouting, read_shard
+from .row_checks import RowCheck
+from .sequence import PART_TOKENS, SequenceRouting
+from .shard import read_shard
 from .topology import MoeTopology, Stack
-from .trace import Trace, TraceHeader
-
-# T tokens, W columns of a row (sum of k over the stack's layers), L MoE layers of the stack
+from .trace import Trace
 
 DUMMY_ROWS = 16  # equal rows in a row: real corpora repeat a text twice or thrice, a warm-up batch dozens of times
 DUMMY_TOKENS = 256  # equal tokens, routed equally in every layer, in a row: no real text reaches this
 FEWEST_ZEROS = 8  # choices of expert 0 and nothing else that are no accident
-WEIGHT_SLACK = 0.02  # float16 weights of eight experts sum to 1 within 0.004
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,104 +41,6 @@ class Problem:
 
     def __str__(self) -> str:
         return f"{self.file}{'' if self.row is None else f', row {self.row}'}: {self.reason}"
-
-
-class RowCheck:
-    """Check single rows against a header; holds no state between rows."""
-
-    def __init__(self, header: TraceHeader) -> None:
-        self.header = header
-        self.layers: dict[str, list[int]] = {
-            stack: header.topology.layers_of(stack) for stack in header.topology.stacks
-        }
-        self.limits_W: dict[str, np.ndarray] = {}
-        self.bounds: dict[str, list[int]] = {}
-        for stack, layers in self.layers.items():
-            chosen = [header.topology.layers[i] for i in layers]
-            top_k = [layer.top_k for layer in chosen]
-            self.limits_W[stack] = np.repeat([layer.num_experts for layer in chosen], top_k)
-            self.bounds[stack] = [0, *np.cumsum(top_k).tolist()]
-
-    def __call__(self, row: SequenceRouting) -> list[str]:
-        """List what is wrong with a row, in words; empty where nothing is."""
-        if row.stack not in self.layers:
-            return [f"its stack is {row.stack!r}, the topology has only {', '.join(self.layers)}"]
-        width = len(self.limits_W[row.stack])
-        if row.experts.ndim != 2 or row.experts.shape[1] != width or row.experts.dtype.kind not in "iu":
-            return [f"its experts must be integers [tokens, {width}], got {row.experts.dtype} {row.experts.shape}"]
-        found = [*self._fields(row), *self._tokens(row), *self._weights(row)]
-        return found + (list(self._experts(row)) if row.num_tokens else ["it has no tokens"])
-
-    def _fields(self, row: SequenceRouting) -> Iterator[str]:
-        if not row.sequence:
-            yield "it has no sequence id"
-        if row.part < 0:
-            yield f"its part is {row.part}, parts count from 0"
-        whole = row.part == 0 and row.num_tokens < PART_TOKENS  # else later parts may hold more of the prompt
-        if row.prompt_tokens is not None and (row.prompt_tokens < 0 or (whole and row.prompt_tokens > row.num_tokens)):
-            yield f"its prompt_tokens is {row.prompt_tokens}, it has {row.num_tokens} tokens"
-
-    def _tokens(self, row: SequenceRouting) -> Iterator[str]:
-        ids, vocab_size = row.token_ids, self.header.vocab_size
-        if ids is None:
-            return
-        if len(ids) != row.num_tokens:
-            yield f"it lists {len(ids)} token ids and experts for {row.num_tokens} tokens"
-        elif len(ids) and (ids.min() < 0 or (vocab_size is not None and ids.max() >= vocab_size)):
-            legal = "0 or more" if vocab_size is None else f"0..{vocab_size - 1}"
-            yield f"its token ids run from {ids.min()} to {ids.max()}, legal is {legal}"
-
-    def _weights(self, row: SequenceRouting) -> Iterator[str]:
-        kind, weights = self.header.weights, row.weights
-        if weights is None:
-            if kind not in ("", "none"):
-                yield f"it has no weights, the header declares {kind!r}"
-            return
-        if kind == "none":
-            yield "it has weights, the header declares none"
-        if weights.shape != row.experts.shape:
-            yield f"its weights are {weights.shape}, its experts {row.experts.shape}"
-            return
-        values = weights.astype(np.float32)
-        if not np.isfinite(values).all():
-            yield "its weights are not all finite"
-        elif kind in ("unit", "normalized") and values.size and not -1e-3 <= values.min() <= values.max() <= 1.001:
-            yield f"its weights run from {values.min():.4g} to {values.max():.4g}, the header declares {kind!r} (0..1)"
-        elif kind == "normalized" and values.size:
-            starts = self.bounds[row.stack][:-1]
-            sums = np.add.reduceat(values, starts, axis=1)
-            whole = np.minimum.reduceat(row.experts, starts, axis=1) >= 0  # dropped experts take their weight along
-            wrong = whole & (np.abs(sums - 1) > WEIGHT_SLACK)
-            if wrong.any():
-                token, layer = np.argwhere(wrong)[0]
-                yield (
-                    f"its weights sum to {sums[token, layer]:.4g} at token {token}, MoE layer "
-                    f"{self.layers[row.stack][layer]}, the header declares 'normalized'"
-                )
-
-    def _experts(self, row: SequenceRouting) -> Iterator[str]:
-        experts, bounds, layers = row.experts, self.bounds[row.stack], self.layers[row.stack]
-        limits_W = self.limits_W[row.stack]
-        wrong = (experts < -1) | (experts >= limits_W)
-        if wrong.any():
-            token, column = np.argwhere(wrong)[0]
-            layer = int(np.searchsorted(bounds, column, side="right")) - 1
-            yield (
-                f"expert {experts[token, column]} at token {token}, MoE layer {layers[layer]}, is out of range "
-                f"0..{limits_W[column] - 1} ({int(wrong.sum())} such entries)"
-            )
-        elif (experts == -1).all():
-            yield "all its experts are -1, nothing was recorded"
-        for layer, (start, stop) in zip(layers, pairwise(bounds), strict=True):
-            ids = np.sort(experts[:, start:stop], axis=1)
-            twice = ((ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] >= 0)).any(axis=1)
-            if twice.any():
-                token = int(np.argmax(twice))
-                yield (
-                    f"experts {experts[token, start:stop].tolist()} at token {token}, MoE layer {layer}, are not "
-                    f"distinct ({int(twice.sum())} such tokens)"
-                )
-                break
 
 
 class FileCheck:

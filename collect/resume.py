@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from .errors import TraceError
-from .shard import row_widths
+from .sequence import columns_of
 from .staging import staged_file
 from .topology import MoeTopology
 from .trace import HEADER_NAME, Trace, TraceHeader
@@ -123,7 +123,7 @@ def _contents(trace: Trace) -> tuple[set[str], int]:
 
 
 def _num_tokens(table: pa.Table, topology: MoeTopology) -> int:
-    widths = row_widths(topology)
+    widths = {stack: columns.width for stack, columns in columns_of(topology).items()}
     lengths = pc.list_value_length(table.column("experts")).to_pylist()  # type: ignore[attr-defined]
     stacks = table.column("stack").to_pylist()
     return sum(length // widths[stack] for length, stack in zip(lengths, stacks, strict=True))

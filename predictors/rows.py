@@ -60,7 +60,8 @@ def _joined(parts: list[SequenceRouting]) -> Iterator[SequenceRouting]:
         return
     experts = stacked("experts")
     assert experts is not None
-    yield replace(parts[0], experts=experts, token_ids=stacked("token_ids"), weights=stacked("weights"))
+    others = {name: stacked(name) for name in ("token_ids", "weights", "scores")}
+    yield replace(parts[0], experts=experts, **others)  # type: ignore[arg-type]
 
 
 def dense(row: SequenceRouting, topology: MoeTopology) -> np.ndarray:

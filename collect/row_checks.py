@@ -1,0 +1,135 @@
+"""Checks of single rows of a routing trace: what one row and the header say. Knows no files and no other rows.
+
+Ids in range, k distinct or -1 per token and MoE layer, weights as declared, token ids aligned, and, where scores are
+recorded, that their top-k gives the recorded ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+
+from .sequence import PART_TOKENS, SequenceRouting, columns_of
+from .trace import TraceHeader
+
+# T tokens, k top-k, E experts of a layer
+
+WEIGHT_SLACK = 0.02  # float16 weights of eight experts sum to 1 within 0.004
+
+
+class RowCheck:
+    """Check single rows against a header; holds no state between rows."""
+
+    def __init__(self, header: TraceHeader) -> None:
+        self.header, self.columns = header, columns_of(header.topology)
+
+    def __call__(self, row: SequenceRouting) -> list[str]:
+        """List what is wrong with a row, in words; empty where nothing is."""
+        if row.stack not in self.columns:
+            return [f"its stack is {row.stack!r}, the topology has only {', '.join(self.columns)}"]
+        width = self.columns[row.stack].width
+        if row.experts.ndim != 2 or row.experts.shape[1] != width or row.experts.dtype.kind not in "iu":
+            return [f"its experts must be integers [tokens, {width}], got {row.experts.dtype} {row.experts.shape}"]
+        found = [*self._fields(row), *self._tokens(row), *self._weights(row)]
+        if not row.num_tokens:
+            return [*found, "it has no tokens"]
+        wrong = list(self._experts(row))
+        return [*found, *wrong, *([] if wrong else self._scores(row))]
+
+    def _fields(self, row: SequenceRouting) -> Iterator[str]:
+        if not row.sequence:
+            yield "it has no sequence id"
+        if row.part < 0:
+            yield f"its part is {row.part}, parts count from 0"
+        whole = row.part == 0 and row.num_tokens < PART_TOKENS  # else later parts may hold more of the prompt
+        if row.prompt_tokens is not None and (row.prompt_tokens < 0 or (whole and row.prompt_tokens > row.num_tokens)):
+            yield f"its prompt_tokens is {row.prompt_tokens}, it has {row.num_tokens} tokens"
+
+    def _tokens(self, row: SequenceRouting) -> Iterator[str]:
+        ids, vocab_size = row.token_ids, self.header.vocab_size
+        if ids is None:
+            return
+        if len(ids) != row.num_tokens:
+            yield f"it lists {len(ids)} token ids and experts for {row.num_tokens} tokens"
+        elif len(ids) and (ids.min() < 0 or (vocab_size is not None and ids.max() >= vocab_size)):
+            legal = "0 or more" if vocab_size is None else f"0..{vocab_size - 1}"
+            yield f"its token ids run from {ids.min()} to {ids.max()}, legal is {legal}"
+
+    def _weights(self, row: SequenceRouting) -> Iterator[str]:
+        kind, weights = self.header.weights, row.weights
+        if weights is None:
+            if kind not in ("", "none"):
+                yield f"it has no weights, the header declares {kind!r}"
+            return
+        if kind == "none":
+            yield "it has weights, the header declares none"
+        if weights.shape != row.experts.shape:
+            yield f"its weights are {weights.shape}, its experts {row.experts.shape}"
+            return
+        values = weights.astype(np.float32)
+        if not np.isfinite(values).all():
+            yield "its weights are not all finite"
+        elif kind in ("unit", "normalized") and values.size and not -1e-3 <= values.min() <= values.max() <= 1.001:
+            yield f"its weights run from {values.min():.4g} to {values.max():.4g}, the header declares {kind!r} (0..1)"
+        elif kind == "normalized" and values.size:
+            starts = self.columns[row.stack].bounds[:-1]
+            sums = np.add.reduceat(values, starts, axis=1)
+            whole = np.minimum.reduceat(row.experts, starts, axis=1) >= 0  # dropped experts take their weight along
+            wrong = whole & (np.abs(sums - 1) > WEIGHT_SLACK)
+            if wrong.any():
+                token, layer = np.argwhere(wrong)[0]
+                yield (
+                    f"its weights sum to {sums[token, layer]:.4g} at token {token}, MoE layer "
+                    f"{self.columns[row.stack].layers[layer]}, the header declares 'normalized'"
+                )
+
+    def _experts(self, row: SequenceRouting) -> Iterator[str]:
+        experts, columns = row.experts, self.columns[row.stack]
+        out_of_range = columns.out_of_range(experts)
+        if out_of_range:
+            yield out_of_range
+        elif (experts == -1).all():
+            yield "all its experts are -1, nothing was recorded"
+        for layer, (start, stop) in zip(columns.layers, pairwise(columns.bounds), strict=True):
+            ids = np.sort(experts[:, start:stop], axis=1)
+            twice = ((ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] >= 0)).any(axis=1)
+            if twice.any():
+                token = int(np.argmax(twice))
+                yield (
+                    f"experts {experts[token, start:stop].tolist()} at token {token}, MoE layer {layer}, are not "
+                    f"distinct ({int(twice.sum())} such tokens)"
+                )
+                break
+
+    def _scores(self, row: SequenceRouting) -> Iterator[str]:
+        """Hold the ids to the scores that they were chosen from; among equal scores any may be chosen."""
+        scores, columns, kind = row.scores, self.columns[row.stack], self.header.scores
+        if scores is None or not kind:
+            if scores is None and kind:
+                yield f"it has no scores, the header declares {kind!r}"
+            elif scores is not None:
+                yield "it has scores, the header declares none"
+            return
+        if scores.shape != (row.num_tokens, columns.score_width):
+            yield f"its scores are {scores.shape}, expected {(row.num_tokens, columns.score_width)}"
+            return
+        if np.isnan(scores).any():
+            yield f"its scores are no numbers at token {int(np.argwhere(np.isnan(scores))[0][0])}"
+            return
+        spans = zip(columns.layers, pairwise(columns.bounds), pairwise(columns.score_bounds), strict=True)
+        for layer, (start, stop), (first, last) in spans:
+            ids_TK, scores_TE = row.experts[:, start:stop], scores[:, first:last]
+            place = scores_TE.shape[1] - ids_TK.shape[1]
+            least_T = np.partition(scores_TE, place, axis=1)[:, place]  # the smallest score among the k largest
+            chosen_TK = np.take_along_axis(scores_TE, np.maximum(ids_TK, 0).astype(np.intp), axis=1)
+            wrong = ((chosen_TK < least_T[:, None]) & (ids_TK >= 0)).any(axis=1)
+            if wrong.any():
+                token = int(np.argmax(wrong))
+                best = np.argsort(-scores_TE[token], kind="stable")[: ids_TK.shape[1]]
+                yield (
+                    f"experts {ids_TK[token].tolist()} at token {token}, MoE layer {layer}, are not those with the "
+                    f"largest scores, {best.tolist()} ({int(wrong.sum())} such tokens)"
+                )
+                return
