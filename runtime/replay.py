@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
-from ..collect.topology import MoeTopology
-from ..collect.trace import SequenceRouting
 from .cache import ExpertCache
+from .events import Event, Events
 from .policies.base import EvictionPolicy
 from .policies.belady import Belady
 from .policies.lru import Lru
-
-
-class Event(NamedTuple):
-    """The distinct experts that one (step, MoE layer) needs at once."""
-
-    needed: tuple[int, ...]
-    """Flat indices, ascending."""
-    one_token: bool
-    """Whether the event serves a single token."""
 
 
 class ReplayResult(NamedTuple):
@@ -35,29 +23,6 @@ class ReplayResult(NamedTuple):
     def miss_rate(self) -> float:
         """Misses over distinct accesses."""
         return self.misses / max(1, self.accesses)
-
-
-def decode_events(rows: Iterable[SequenceRouting], topology: MoeTopology) -> Iterator[Event]:
-    """Turn every token into one event per MoE layer, in the order of the rows."""
-    for row in rows:
-        columns = [
-            experts.astype(np.int64) + np.where(experts >= 0, topology.offsets[layer], 0)
-            for layer, experts in zip(topology.layers_of(row.stack), row.layer_experts(topology), strict=True)
-        ]
-        for token in range(row.num_tokens):
-            for column in columns:
-                needed = sorted({int(expert) for expert in column[token] if expert >= 0})
-                if needed:
-                    yield Event(tuple(needed), True)
-
-
-def prefill_events(rows: Iterable[SequenceRouting], topology: MoeTopology) -> Iterator[Event]:
-    """Turn every row into one event per MoE layer: the union over its tokens."""
-    for row in rows:
-        for layer, experts in zip(topology.layers_of(row.stack), row.layer_experts(topology), strict=True):
-            needed = np.unique(experts[experts >= 0]).astype(np.int64) + topology.offsets[layer]
-            if len(needed):
-                yield Event(tuple(needed.tolist()), row.num_tokens == 1)
 
 
 def replay(events: Iterable[Event], capacity: int, policy: EvictionPolicy) -> ReplayResult:
@@ -75,7 +40,7 @@ def replay_lru(events: Iterable[Event], capacity: int) -> ReplayResult:
     return replay(events, capacity, Lru())
 
 
-def replay_belady(events: Sequence[Event], capacity: int) -> ReplayResult:
+def replay_belady(events: Sequence[Event] | Events, capacity: int) -> ReplayResult:
     """Count the misses of Belady's optimum, which is told all events."""
     return replay(events, capacity, Belady([event.needed for event in events]))
 

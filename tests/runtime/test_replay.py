@@ -1,34 +1,15 @@
-"""Replay: the README's numbers in small, the reference counts on real traces, and events from rows."""
+"""Replay: the README's numbers in small, and the reference counts on real traces."""
 
 from __future__ import annotations
 
 from itertools import islice
 from pathlib import Path
 
-import numpy as np
 import pytest
-from foregate.collect.shard import SequenceRouting
-from foregate.collect.topology import MoeLayer, MoeTopology
 from foregate.collect.trace import Trace
+from foregate.runtime.events import Event, events_of
 from foregate.runtime.policies import Lru
-from foregate.runtime.replay import (
-    Event,
-    ReplayResult,
-    decode_events,
-    prefill_events,
-    recovered_share,
-    replay,
-    replay_belady,
-    replay_lru,
-)
-
-PAIR = MoeTopology(
-    layers=(
-        MoeLayer(stack="encoder", block=1, num_experts=3, top_k=2),
-        MoeLayer(stack="decoder", block=0, num_experts=4, top_k=1),
-        MoeLayer(stack="decoder", block=1, num_experts=5, top_k=2),
-    )
-)
+from foregate.runtime.replay import ReplayResult, recovered_share, replay, replay_belady, replay_lru
 
 
 def one_token(*needed: int) -> Event:
@@ -55,32 +36,6 @@ def test_recovered_share() -> None:
     assert recovered_share(100, lru=100, belady=100) is None
 
 
-def test_rows_become_events_of_their_own_stack() -> None:
-    encoder = SequenceRouting(sequence="a", stack="encoder", experts=np.array([[2, 0], [-1, 0]], np.int16))
-    decoder = SequenceRouting(sequence="a", stack="decoder", experts=np.array([[3, 4, 0], [-1, -1, -1]], np.int16))
-    assert list(decode_events([encoder, decoder], PAIR)) == [
-        one_token(0, 2),
-        one_token(0),
-        one_token(6),
-        one_token(7, 11),  # the decoder's second token was dropped everywhere: no event
-    ]
-    assert list(prefill_events([encoder, decoder], PAIR)) == [
-        Event((0, 2), False),
-        Event((6,), False),
-        Event((7, 11), False),
-    ]
-
-
-def test_a_prefill_of_one_token_is_an_event_of_one_token() -> None:
-    row = SequenceRouting(sequence="a", stack="encoder", experts=np.array([[2, 0]], np.int16))
-    assert list(prefill_events([row], PAIR)) == [one_token(0, 2)]
-
-
-def test_events_of_a_token_are_distinct_and_ascending() -> None:
-    row = SequenceRouting(sequence="a", stack="encoder", experts=np.array([[1, 1]], np.int16))
-    assert list(decode_events([row], PAIR)) == [one_token(1)]
-
-
 @pytest.mark.parametrize(
     ("name", "sequences", "capacity", "counts"),
     [
@@ -90,6 +45,6 @@ def test_events_of_a_token_are_distinct_and_ascending() -> None:
 )
 def test_reference_counts(shared: Path, name: str, sequences: int, capacity: int, counts: tuple[int, int, int]) -> None:
     trace = Trace.open(shared / "traces" / f"{name}.npz")
-    events = list(decode_events(islice(trace, sequences), trace.topology))
+    events = events_of(islice(trace, sequences), trace.topology, "decode")
     lru, belady = replay_lru(events, capacity), replay_belady(events, capacity)
     assert (lru.accesses, lru.misses, belady.misses) == counts

@@ -1,0 +1,151 @@
+"""Simulation: the events of a trace under many policies, capacities and machines. Knows no tensors, files or threads.
+
+events = events_of(trace, trace.topology, "decode")
+results = simulate(events, 192, ["lru", "lfu"], trace.topology)
+results["lfu"].recovered_share
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..collect.errors import SettingError
+from ..collect.topology import MoeTopology
+from .cache import ExpertCache
+from .events import Events
+from .policies.registry import PolicySetting, check_policies, make_policy
+from .replay import recovered_share
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PolicyResult:
+    """Say how one policy did on the events of one replay."""
+
+    policy: str
+    """Name of the policy."""
+    capacity: int
+    """Experts that the cache held."""
+    accesses: int
+    """Distinct experts needed, summed over events."""
+    misses: int
+    """Those that were absent when their event started; the cache is cold at the start."""
+    recovered_share: float | None
+    """(LRU misses - misses) / (LRU misses - Belady misses); None where those are equal."""
+    event_misses: np.ndarray
+    """int32 [N], misses of each event."""
+    layer_misses: np.ndarray
+    """int64 [L], misses of each MoE layer."""
+    layer_accesses: np.ndarray
+    """int64 [L], accesses of each MoE layer."""
+    time_per_token_s: float | None = None
+    """Simulated seconds per token; None without a machine or without the sizes of the model."""
+    stall_s: float | None = None
+    """Simulated seconds that compute waited for experts, in all; None as above."""
+    measured_over_limit: float | None = None
+    """Simulated time over max(resident compute, Belady misses x seconds per block); None as above."""
+
+    @property
+    def miss_rate(self) -> float:
+        """Misses over distinct accesses."""
+        return self.misses / max(1, self.accesses)
+
+
+def num_slots(capacity: float | int, topology: MoeTopology) -> int:
+    """Give a capacity as a number of experts: a share in (0, 1) is rounded down, at least 1 is a number itself.
+
+    Raises:
+        SettingError: if it is no such number, or leaves no expert.
+    """
+    experts = topology.num_experts
+    held = 0
+    if 0 < capacity < 1:
+        held = int(capacity * experts + 1e-9)  # 0.29 * 100 is a little less than 29
+    elif capacity >= 1 and float(capacity).is_integer():
+        held = int(capacity)
+    if not 1 <= held <= experts:
+        raise SettingError(
+            f"capacity must be a share of the {experts} experts in (0, 1) that holds at least one, or a whole number "
+            f"in 1..{experts}, got {capacity}."
+        )
+    return held
+
+
+def miss_counts(
+    events: Events, capacity: int, policy: str, topology: MoeTopology, *, load: np.ndarray | None = None, seed: int = 0
+) -> np.ndarray:
+    """Replay one policy, cold at the start, and give the misses of each event.
+
+    Args:
+        capacity: experts that the cache holds.
+        policy: a name of `SIMULATED`.
+        load: uses of each expert [all experts] that a static policy is fitted on; see `load_of`.
+        seed: of what is drawn.
+
+    Returns:
+        int32 [N].
+
+    Raises:
+        SettingError: if there is no such policy, or the capacity is not positive.
+    """
+    future = (event.needed for event in events)
+    made = make_policy(policy, PolicySetting(topology=topology, capacity=capacity, future=future, load=load, seed=seed))
+    cache = ExpertCache(capacity, made)
+    counts = (len(cache.event(event.needed, one_token=event.one_token).misses) for event in events)
+    return np.fromiter(counts, np.int32, len(events))
+
+
+def load_of(events: Events, topology: MoeTopology) -> np.ndarray:
+    """Count the events that use each expert, int64 [all experts]: what a static policy is fitted on."""
+    return np.bincount(events.experts, minlength=topology.num_experts)
+
+
+def simulate(
+    events: Events,
+    capacity: int,
+    policies: Sequence[str],
+    topology: MoeTopology,
+    *,
+    load: np.ndarray | None = None,
+    seed: int = 0,
+) -> dict[str, PolicyResult]:
+    """Replay policies over the same events and give their results by name, in the order asked for.
+
+    LRU and Belady are always replayed, since every recovered share is measured between them.
+
+    Args:
+        capacity: experts that the cache holds.
+        policies: names of `SIMULATED`.
+        load: uses of each expert [all experts] that a static policy is fitted on; see `load_of`.
+        seed: of what is drawn.
+
+    Raises:
+        SettingError: if there is no such policy, or the capacity is not positive.
+    """
+    check_policies(policies)
+    counts = {
+        name: miss_counts(events, capacity, name, topology, load=load, seed=seed)
+        for name in dict.fromkeys(["lru", "belady", *policies])
+    }
+    lru, belady = int(counts["lru"].sum()), int(counts["belady"].sum())
+    layer_accesses = _per_layer(events, events.needs, topology)
+    results = {}
+    for name in policies:
+        misses = int(counts[name].sum())
+        results[name] = PolicyResult(
+            policy=name,
+            capacity=capacity,
+            accesses=events.accesses,
+            misses=misses,
+            recovered_share=recovered_share(misses, lru, belady),
+            event_misses=counts[name],
+            layer_misses=_per_layer(events, counts[name], topology),
+            layer_accesses=layer_accesses,
+        )
+    return results
+
+
+def _per_layer(events: Events, counts: np.ndarray, topology: MoeTopology) -> np.ndarray:
+    return np.bincount(events.layers, weights=counts, minlength=topology.num_layers).astype(np.int64)
