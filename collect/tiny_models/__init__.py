@@ -22,13 +22,18 @@ from transformers import (
 )
 
 from ..errors import SettingError
-from . import special, text
+from . import hybrid, special, text, vision_language
 from .sizes import VOCAB_SIZE, tiny_config
 from .tokenizer import tokenizer
 
 __all__ = ["FAMILIES", "VOCAB_SIZE", "build", "config_type", "tokenizer"]
 
-FAMILIES: dict[str, dict[str, Any]] = {**text.FAMILIES, **special.FAMILIES}
+FAMILIES: dict[str, dict[str, Any]] = {
+    **text.FAMILIES,
+    **hybrid.FAMILIES,
+    **vision_language.FAMILIES,
+    **special.FAMILIES,
+}
 """By the name of a family's folder in transformers: values of its config in place of the tiny sizes."""
 
 CONFIG_TYPES = {"inkling": "inkling_mm_model", "nllb_moe": "nllb-moe"}
@@ -69,4 +74,13 @@ def build(name: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     factory = next(item for item in factories if type(config) in item._model_mapping)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return factory.from_config(config).eval()
+        model = factory.from_config(config).eval()
+        _fill_tables(model)
+        return model
+
+
+def _fill_tables(model: PreTrainedModel) -> None:
+    """Give each token id distinct experts where a table routes it, which is all zero when fresh."""
+    for name, table in model.named_buffers():
+        if name.endswith(".tid2eid"):
+            table.copy_(torch.rand(len(table), 8).argsort(-1)[:, : table.shape[1]])

@@ -38,6 +38,8 @@ SIZES: dict[str, Any] = {
     "num_shared_experts": 1,
     "moe_num_shared_experts": 1,
     "shared_expert_intermediate_size": 16,
+    "shared_experts_intermediate_size": 16,
+    "share_expert_dim": 16,
     "n_group": 1,
     "topk_group": 1,
     # multi-head latent attention
@@ -91,7 +93,7 @@ TOWER_SIZES: dict[str, Any] = {
 
 
 def tiny_config(config_class: type[PreTrainedConfig], values: Mapping[str, Any]) -> PreTrainedConfig:
-    """Make a config of this class with tiny sizes; `values` come on top, sub-configs being dicts of their own values."""
+    """Make a config of this class with tiny sizes; `values` come on top, sub-configs as dicts."""
     return config_class(**_values(config_class, values, SIZES))
 
 
