@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +12,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from .errors import TraceError
+from .lock import SUFFIX, WriterLock, abandoned, others_write
 from .sequence import columns_of
 from .staging import staged_file
 from .topology import MoeTopology
-from .trace import HEADER_NAME, Trace, TraceHeader
+from .trace import HEADER_NAME, SHARD_GLOB, Trace, TraceHeader
 
 CHANGING = ("versions",)  # header fields in which a resumed run may differ
 
@@ -27,6 +29,8 @@ class Resumed:
     """Whether the header was written now."""
     made_folder: bool
     """Whether the folder was made now."""
+    lock: WriterLock
+    """What keeps a second writer of the same rank out; whoever opened the folder releases it."""
     sequences: frozenset[str] = frozenset()
     """Ids of the sequences that are complete."""
     tokens: int = 0
@@ -39,25 +43,31 @@ def open_folder(path: Path, header: TraceHeader, rank: int, *, resume: bool) -> 
     """Make a trace folder with its header, or take stock of the one that is there; stale temporary files are removed.
 
     Raises:
-        TraceError: if something stands at the path that may not be written to, or the headers differ.
+        TraceError: if something stands at the path that may not be written to, the headers differ, or another process
+            writes it as the same rank.
     """
-    own = f"shard-{rank:05d}-"
-    shards = sorted(path.glob(f"{own}*.parquet"))
-    check_target(path, resume=resume or (rank > 0 and not shards))
-    if not (path / HEADER_NAME).exists():
-        return _new(path, header)
-    trace = Trace.open(path)
-    _compare(path, trace.header, header)
-    for stale in path.glob(f".{own}*.tmp"):
-        stale.unlink()
-    sequences, tokens = _contents(trace)
-    return Resumed(
-        is_new=False,
-        made_folder=False,
-        sequences=frozenset(sequences),
-        tokens=tokens,
-        next_shard=int(shards[-1].stem.rpartition("-")[2]) + 1 if shards else 0,
-    )
+    _check_target(path, rank, resume=resume)
+    made_folder = not path.exists()
+    path.mkdir(parents=True, exist_ok=True)
+    try:
+        lock = WriterLock(path, rank)
+        try:
+            _check_target(path, rank, resume=resume)  # again: another process may just have finished
+            return _open(path, header, rank, lock, made_folder=made_folder)
+        except BaseException:
+            lock.release()
+            raise
+    except BaseException:
+        if made_folder:
+            with contextlib.suppress(OSError):  # another process has put something into it
+                path.rmdir()
+        raise
+
+
+def leave_empty(path: Path, resumed: Resumed, rank: int) -> None:
+    """Take back the header of a run that wrote nothing, unless other ranks have written or may still write."""
+    if resumed.is_new and not any(path.glob(SHARD_GLOB)) and not others_write(path, rank):
+        (path / HEADER_NAME).unlink(missing_ok=True)
 
 
 def check_target(path: Path, *, resume: bool) -> None:
@@ -74,24 +84,38 @@ def check_target(path: Path, *, resume: bool) -> None:
         if not resume:
             raise TraceError(f"{path} holds a trace already; give --resume to go on with it, or another --out.")
         return
-    others = sorted(item.name for item in path.iterdir() if not item.name.endswith(".tmp"))
+    others = sorted(item.name for item in path.iterdir() if not item.name.endswith((".tmp", SUFFIX)))
     if others:
         raise TraceError(
             f"{path} holds {others[0]} and no {HEADER_NAME}; give --out a folder that is empty or does not exist."
         )
 
 
-def _new(path: Path, header: TraceHeader) -> Resumed:
-    made_folder = not path.exists()
-    path.mkdir(parents=True, exist_ok=True)
-    try:
+def _check_target(path: Path, rank: int, *, resume: bool) -> None:
+    check_target(path, resume=resume or (rank > 0 and not any(path.glob(f"shard-{rank:05d}-*.parquet"))))
+
+
+def _open(path: Path, header: TraceHeader, rank: int, lock: WriterLock, *, made_folder: bool) -> Resumed:
+    if not (path / HEADER_NAME).exists():
         with staged_file(path / HEADER_NAME) as file:
             file.write(json.dumps(header.to_json(), indent=1).encode() + b"\n")
-    except OSError:
-        if made_folder:
-            path.rmdir()
-        raise
-    return Resumed(is_new=True, made_folder=made_folder)
+        return Resumed(is_new=True, made_folder=made_folder, lock=lock)
+    trace = Trace.open(path)
+    _compare(path, trace.header, header)
+    own = f"shard-{rank:05d}-"
+    dead = [rank, *(abandoned(path, rank) if rank == 0 else ())]
+    for stale in (file for number in dead for file in path.glob(f".shard-{number:05d}-*.tmp")):
+        stale.unlink()
+    sequences, tokens = _contents(trace)
+    shards = sorted(path.glob(f"{own}*.parquet"))
+    return Resumed(
+        is_new=False,
+        made_folder=made_folder,
+        lock=lock,
+        sequences=frozenset(sequences),
+        tokens=tokens,
+        next_shard=int(shards[-1].stem.rpartition("-")[2]) + 1 if shards else 0,
+    )
 
 
 def _compare(path: Path, there: TraceHeader, here: TraceHeader) -> None:

@@ -3,16 +3,16 @@
 Threads: one caller thread uses write(), close() and statistics(); the writer thread alone makes shards. A row is
 checked in write(), a shard as a whole before it gets its name.
 Guarantees: trace.json is there before the first shard. A shard appears under its name only when it is complete, so a
-killed run loses at most its open shard. Rows of one write() call, and of successive calls for one sequence, share a
-shard. A failure of the writer thread is raised by the next write() or by close(), once; shards written before it stay
-valid. A run that ends before its first shard leaves nothing behind.
+killed run loses at most its open shard and what waited for it. Rows of one write() call, and of successive calls for
+one sequence, share a shard. A failure of the writer thread is raised by the next write() or by close(), once; shards
+written before it stay valid. A run that ends before its first shard leaves nothing behind. One writer per rank.
+Locks: the rank's lock file from before trace.json is looked at until after the last shard; the queue's own inside it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import queue
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +21,15 @@ from typing import NamedTuple
 
 import pyarrow.parquet as pq
 
-from .checks import FileCheck, OrderCheck, RowCheck
+from .checks import FileCheck, OrderCheck
 from .errors import ClosedError, SettingError, TraceError
-from .resume import Resumed, open_folder
-from .shard import SequenceRouting, split_parts, stored, table_of
+from .resume import Resumed, leave_empty, open_folder
+from .row_checks import RowCheck
+from .row_queue import RowQueue, num_bytes
+from .sequence import SequenceRouting, split_parts, stored
+from .shard import table_of
 from .staging import staged_file
-from .trace import HEADER_NAME, TraceHeader
+from .trace import TraceHeader
 
 log = logging.getLogger(__name__)
 
@@ -41,11 +44,14 @@ class WriterConfig:
     """Bytes of a shard's rows in memory before it is closed."""
     queue_rows: int = 64
     """Calls of write() that may wait for the writer thread; further ones block."""
+    queue_bytes: int = 64 * 2**20
+    """Bytes of rows that may wait for the writer thread; further calls of write() block."""
     rank: int = 0
     """Which of several processes that record into one trace this is; rank 0 opens it first, the others join it."""
 
     def __post_init__(self) -> None:
-        for name, least in (("shard_rows", 1), ("shard_bytes", 1), ("queue_rows", 1), ("rank", 0)):
+        names = ("shard_rows", "shard_bytes", "queue_rows", "queue_bytes")
+        for name, least in (*((name, 1) for name in names), ("rank", 0)):
             if getattr(self, name) < least:
                 raise SettingError(f"{name} must be at least {least}, got {getattr(self, name)}.")
 
@@ -76,7 +82,8 @@ class TraceWriter:
         text: write the column of texts.
 
     Raises:
-        TraceError: if something stands at the path already, or the trace to go on with has another header.
+        TraceError: if something stands at the path already, the trace to go on with has another header, or another
+            process writes it as the same rank.
     """
 
     def __init__(
@@ -95,7 +102,7 @@ class TraceWriter:
         self._rows = self._tokens = self._shards = 0
         self._failure: BaseException | None = None
         self._failed = self._closed = False
-        self._queue: queue.Queue[list[SequenceRouting] | None] = queue.Queue(self.config.queue_rows)
+        self._queue = RowQueue(self.config.queue_rows, self.config.queue_bytes)
         self._thread = threading.Thread(target=self._work, name="foregate-trace-writer", daemon=True)
         self._thread.start()
 
@@ -145,8 +152,12 @@ class TraceWriter:
         self._closed = True
         self._queue.put(None)
         self._thread.join()
-        if self._resumed.is_new and not self._shards:
-            self._remove()
+        if not self._shards:
+            leave_empty(self.path, self._resumed, self.config.rank)
+        self._resumed.lock.release()
+        if self._resumed.made_folder:
+            with contextlib.suppress(OSError):  # it holds a trace
+                self.path.rmdir()
         self._raise_failure()
 
     def statistics(self) -> WriterStats:
@@ -177,35 +188,30 @@ class TraceWriter:
         if failure is not None:
             raise failure
 
-    def _remove(self) -> None:
-        (self.path / HEADER_NAME).unlink(missing_ok=True)
-        if self._resumed.made_folder:
-            with contextlib.suppress(OSError):  # somebody else's file is in it by now
-                self.path.rmdir()
-
     def _work(self) -> None:
         """Run in the writer thread: gather rows, write a shard when enough are there, drain after a failure."""
         rows: list[SequenceRouting] = []
-        num_bytes = 0
+        size = 0
         while True:
             parts = self._queue.get()
             if self._failed:
                 if parts is None:
                     return
-                continue  # so that a blocked write() comes free
+                continue
             try:
-                full = len(rows) >= self.config.shard_rows or num_bytes >= self.config.shard_bytes
+                full = len(rows) >= self.config.shard_rows or size >= self.config.shard_bytes
                 apart = parts is None or parts[0].sequence != rows[-1].sequence if rows else False
                 if rows and apart and (full or parts is None):
                     self._write_shard(rows)
-                    rows, num_bytes = [], 0
+                    rows, size = [], 0
                 if parts is None:
                     return
                 rows += parts
-                num_bytes += sum(_num_bytes(part) for part in parts)
+                size += sum(map(num_bytes, parts))
             except BaseException as error:
                 self._failure, rows = error, []
                 self._failed = True
+                self._queue.fail()  # so that a blocked write() comes free
                 if parts is None:
                     return
 
@@ -219,11 +225,6 @@ class TraceWriter:
         for index, reason in check.repeats():
             log.warning("%s, row %s: %s; leave it out before training.", self.path / name, index, reason)
         with staged_file(self.path / name) as file:
-            table = table_of(rows, text=self.text)
+            table = table_of(rows, text=self.text, scores=bool(self.header.scores))
             pq.write_table(table, file, compression="zstd", row_group_size=len(rows), write_page_checksum=True)
         self._shards += 1
-
-
-def _num_bytes(row: SequenceRouting) -> int:
-    arrays = (row.experts, row.token_ids, row.weights)
-    return sum(array.nbytes for array in arrays if array is not None) + len(row.text or "")
