@@ -83,4 +83,4 @@ def _fill_tables(model: PreTrainedModel) -> None:
     """Give each token id distinct experts where a table routes it, which is all zero when fresh."""
     for name, table in model.named_buffers():
         if name.endswith(".tid2eid"):
-            table.copy_(torch.rand(len(table), 8).argsort(-1)[:, : table.shape[1]])
+            table.copy_(torch.rand(len(table), model.config.n_routed_experts).argsort(-1)[:, : table.shape[1]])

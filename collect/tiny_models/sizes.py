@@ -101,7 +101,7 @@ def _values(config_class: Any, values: Mapping[str, Any], sizes: Mapping[str, An
     fields = {field.name for field in dataclasses.fields(config_class)}
     found = {name: value for name, value in sizes.items() if name in fields}
     for name, spec in (getattr(config_class, "sub_configs_defaults", None) or {}).items():
-        part = spec.config_class
+        part: Any = spec.config_class
         if not dataclasses.is_dataclass(part) or "AutoConfig" in part.__name__:
             part = CONFIG_MAPPING[spec.model_type]
         own = values.get(name, {})
