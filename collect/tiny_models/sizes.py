@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 VOCAB_SIZE = 320
 
@@ -102,7 +102,7 @@ def _values(config_class: Any, values: Mapping[str, Any], sizes: Mapping[str, An
     found = {name: value for name, value in sizes.items() if name in fields}
     for name, spec in (getattr(config_class, "sub_configs_defaults", None) or {}).items():
         part: Any = spec.config_class
-        if not dataclasses.is_dataclass(part) or "AutoConfig" in part.__name__:
+        if part is AutoConfig:
             part = CONFIG_MAPPING[spec.model_type]
         own = values.get(name, {})
         if own is None:
@@ -111,11 +111,5 @@ def _values(config_class: Any, values: Mapping[str, Any], sizes: Mapping[str, An
         found[name] = _values(part, own, inner)
         if spec.model_type:
             found[name]["model_type"] = spec.model_type
-    return {
-        **found,
-        **{
-            name: value
-            for name, value in values.items()
-            if name not in found or value is None or not isinstance(value, Mapping)
-        },
-    }
+    parts = {name for name in found if isinstance(found[name], dict)}
+    return {**found, **{name: value for name, value in values.items() if name not in parts or value is None}}
