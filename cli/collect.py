@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,6 +42,8 @@ def run(args: Any) -> int:
     )
     with _progress(config.max_sequences) as progress:
         result = collect(config, progress=progress)
+    if result.rank:
+        return 0  # of several processes, the first one tells what all have done
     speed = result.new_tokens / result.seconds if result.new_tokens else None
     if args.json:
         values = {
@@ -82,7 +85,8 @@ def _progress(total: int | None) -> Iterator[Any]:
         TimeElapsedColumn(),
     )
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    quiet = not console.is_terminal or os.environ.get("RANK", "0") != "0"
+    with Progress(*columns, console=console, transient=True, disable=quiet) as bar:
         task = bar.add_task("recording", total=total, tokens=0, pace=0.0)
         tokens = 0
 

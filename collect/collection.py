@@ -20,11 +20,12 @@ from .corpora import Columns, Document, open_corpus
 from .errors import DataError, SettingError
 from .passes import Generation, Passes
 from .pretrained import load_pretrained, model_name, tokenizer_fingerprint
+from .ranks import Ranks
 from .recorder import RoutingRecorder
 from .resume import check_target
-from .shard import SequenceRouting
+from .sequence import SequenceRouting
 from .trace import TraceHeader, WeightsKind
-from .writer import TraceWriter
+from .writer import TraceWriter, WriterConfig
 
 __all__ = ["CollectConfig", "CollectResult", "collect"]
 
@@ -35,7 +36,7 @@ Progress = Callable[[int, int], None]  # (sequences, tokens) that were recorded 
 
 
 class CollectResult(NamedTuple):
-    """Say what a trace holds after a run."""
+    """Say what a trace holds after a run, the same in each of its processes."""
 
     trace: Path
     sequences: int
@@ -43,17 +44,22 @@ class CollectResult(NamedTuple):
     tokens: int
     """Tokens of the whole trace, of both stacks where there are two."""
     new_sequences: int
-    """Sequences that this run recorded."""
+    """Sequences that this run recorded, in all its processes."""
     new_tokens: int
-    """Tokens that this run recorded."""
+    """Tokens that this run recorded, in all its processes."""
     seconds: float
-    """Time of this run's forwards and writing, without loading the model."""
+    """Time of this process's forwards and writing, without loading the model."""
+    rank: int = 0
+    """Which of the run's processes this is."""
 
 
 def collect(
     config: CollectConfig, *, loaded: tuple[Any, Any] | None = None, progress: Progress | None = None
 ) -> CollectResult:
     """Record a trace. Runs with equal settings give equal traces, whether or not they were interrupted and resumed.
+
+    Started by torchrun, each process runs every so-manieth batch and writes shards of its own into the same folder; the
+    rows are those of a run in one process.
 
     Args:
         config: settings.
@@ -64,14 +70,22 @@ def collect(
         DataError: if the corpus is missing, cannot be read, or holds no text.
         ModelError: if the model cannot be loaded or recorded.
         TraceError: if there is a trace already that this run may not go on with.
+        ForegateError: if another of several processes has ended before its time.
         OSError: on a full disk, with the shards written so far left valid.
     """
-    check_target(Path(config.out), resume=config.resume)
+    with Ranks.from_environment() as ranks:
+        check_target(Path(config.out), resume=config.resume)
+        ranks.barrier()  # so that no rank takes another's new trace for an old one
+        return _collect(config, ranks, loaded, progress)
+
+
+def _collect(
+    config: CollectConfig, ranks: Ranks, loaded: tuple[Any, Any] | None, progress: Progress | None
+) -> CollectResult:
     documents = _documents(config)
-    name = model_name(config.model)
     model: Any
     model, tokenizer = loaded or load_pretrained(
-        config.model, dtype=config.dtype, device=config.device, trust_remote_code=config.trust_remote_code
+        config.model, dtype=config.dtype, device=_device(config, ranks), trust_remote_code=config.trust_remote_code
     )
     model.eval()
     generation = None
@@ -90,54 +104,97 @@ def collect(
     if first is None:
         raise DataError(f"{config.data} holds no text that the tokenizer makes tokens of; give another --data.")
     pieces = itertools.islice(itertools.chain([first], pieces), config.max_sequences)
-    with RoutingRecorder(model) as recorder:
+    with RoutingRecorder(model, **({"scores": True} if config.scores else {})) as recorder:
         passes = Passes(model, recorder, tokenizer, generation, text=config.with_text)
         header = TraceHeader(
             topology=topology_of(model),
-            model=name,
+            model=model_name(config.model),
             model_fingerprint=model_fingerprint(model.config),
             tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
             vocab_size=vocab_size,
             dtype=str(model.dtype).removeprefix("torch."),
             versions=_versions(),
             weights=_probe(model, recorder, tokenizer, first),
+            scores="selection" if config.scores else "",
             generation=_generation(config),
             recording=_recording(config),
             seed=config.seed,
         )
         start = time.perf_counter()
-        with TraceWriter(config.out, header, resume=config.resume, text=config.with_text) as writer:
-            _run(passes, pieces, config.batch_size, writer, progress)
+        with _open_in_turn(config, header, ranks) as writer:
+            _run(passes, pieces, config.batch_size, writer, ranks, progress)
+            if ranks.rank:
+                writer.close()
+            ranks.barrier()  # rank 0 closes last: it is the one that takes an empty trace back
         seconds = time.perf_counter() - start
     stats = writer.statistics()
+    new_sequences, new_tokens = map(sum, zip(*ranks.gather([stats.sequences, stats.tokens]), strict=True))
     return CollectResult(
         trace=Path(config.out),
-        sequences=stats.resumed_sequences + stats.sequences,
-        tokens=stats.resumed_tokens + stats.tokens,
-        new_sequences=stats.sequences,
-        new_tokens=stats.tokens,
+        sequences=stats.resumed_sequences + new_sequences,
+        tokens=stats.resumed_tokens + new_tokens,
+        new_sequences=new_sequences,
+        new_tokens=new_tokens,
         seconds=seconds,
+        rank=ranks.rank,
     )
 
 
+def _open_in_turn(config: CollectConfig, header: TraceHeader, ranks: Ranks) -> TraceWriter:
+    """Open the trace: rank 0 first, who writes the header, then the others; all before anybody writes a row."""
+
+    def opened() -> TraceWriter:
+        sizes = WriterConfig(rank=ranks.rank, shard_rows=config.shard_rows)
+        resume = config.resume or ranks.rank > 0
+        return TraceWriter(config.out, header, resume=resume, config=sizes, text=config.with_text)
+
+    writer = opened() if ranks.rank == 0 else None
+    try:
+        ranks.barrier()
+        writer = writer or opened()
+        ranks.barrier()
+    except BaseException:
+        if writer is not None:
+            writer.close()
+        raise
+    return writer
+
+
 def _run(
-    passes: Passes, pieces: Iterator[Piece], batch_size: int, writer: TraceWriter, progress: Progress | None
+    passes: Passes,
+    pieces: Iterator[Piece],
+    batch_size: int,
+    writer: TraceWriter,
+    ranks: Ranks,
+    progress: Progress | None,
 ) -> None:
     """Run window by window; within one, rows are put back into the order of the corpus before they are written."""
     number = 0
     for window in batches_of(pieces, batch_size):
         rows: dict[int, list[SequenceRouting]] = {}
+        num_sequences = 0
         for batch in window:
-            # a batch runs whole or not at all: in a smaller one, sums round differently and near ties may flip
-            if not all(writer.finished(piece.sequence) for _, piece in batch):
-                results = passes([piece for _, piece in batch], number)
-                rows |= {place: result for (place, _), result in zip(batch, results, strict=True)}
+            if number % ranks.size == ranks.rank:
+                num_sequences += len(batch)
+                # a batch runs whole or not at all: in a smaller one, sums round differently and near ties may flip
+                if not all(writer.finished(piece.sequence) for _, piece in batch):
+                    results = passes([piece for _, piece in batch], number)
+                    rows |= {place: result for (place, _), result in zip(batch, results, strict=True)}
             number += 1
         new = [rows[place] for place in sorted(rows) if not writer.finished(rows[place][0].sequence)]
         for group in new:
             writer.write(*group)
         if progress is not None:
-            progress(sum(map(len, window)), sum(row.num_tokens for group in new for row in group))
+            progress(num_sequences, sum(row.num_tokens for group in new for row in group))
+
+
+def _device(config: CollectConfig, ranks: Ranks) -> str:
+    """Give each of several processes on one machine its own device."""
+    import torch
+
+    if config.device != "auto" or ranks.size == 1 or not torch.cuda.is_available():
+        return config.device
+    return str(torch.device("cuda", ranks.local_rank % torch.cuda.device_count()))
 
 
 def _documents(config: CollectConfig) -> Iterator[Document]:

@@ -53,13 +53,18 @@ class CollectConfig:
     """Seed of drawn tokens."""
     resume: bool = False
     """Go on with the trace where it stopped."""
+    shard_rows: int = 2048
+    """Rows of a shard; a run that is killed loses at most the shard that it has open."""
+    scores: bool = False
+    """Store the router scores that the experts were chosen by."""
     with_text: bool = False
     """Store the texts beside their token ids."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
 
     def __post_init__(self) -> None:
-        for name, least in (("max_tokens", 1), ("batch_size", 1), ("generate", 0), ("max_sequences", 1)):
+        least_of = {"max_tokens": 1, "batch_size": 1, "generate": 0, "max_sequences": 1, "shard_rows": 1}
+        for name, least in least_of.items():
             value = getattr(self, name)
             if value is not None and value < least:
                 raise SettingError(f"{name} must be at least {least}, got {value}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,9 +104,9 @@ def _open(path: Path, header: TraceHeader, rank: int, lock: WriterLock, *, made_
     trace = Trace.open(path)
     _compare(path, trace.header, header)
     own = f"shard-{rank:05d}-"
-    dead = [rank, *(abandoned(path, rank) if rank == 0 else ())]
-    for stale in (file for number in dead for file in path.glob(f".shard-{number:05d}-*.tmp")):
-        stale.unlink()
+    for number in itertools.chain([rank], abandoned(path, rank) if rank == 0 else ()):
+        for stale in path.glob(f".shard-{number:05d}-*.tmp"):
+            stale.unlink()
     sequences, tokens = _contents(trace)
     shards = sorted(path.glob(f"{own}*.parquet"))
     return Resumed(

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from foregate.collect import collection, tiny_models
+from foregate.collect import tiny_models
 from foregate.collect.architectures import model_fingerprint, topology_of
 from foregate.collect.checks import check_trace
 from foregate.collect.collection import CollectConfig, collect
@@ -20,7 +20,6 @@ from foregate.collect.errors import DataError, ModelError, SettingError, TraceEr
 from foregate.collect.pretrained import load_pretrained, tokenizer_fingerprint
 from foregate.collect.recorder import RoutingRecorder
 from foregate.collect.trace import SequenceRouting, Trace
-from foregate.collect.writer import TraceWriter, WriterConfig
 from transformers import LlamaConfig, LlamaForCausalLM
 
 TEXTS = [f"{'word ' * (number % 7)}number {number}." for number in range(40)]
@@ -142,11 +141,8 @@ class Stop(Exception):
 
 @pytest.mark.parametrize("settings", [{}, {"generate": 3, "temperature": 1.0}], ids=["plain", "drawn"])
 def test_an_interrupted_and_resumed_run_equals_an_uninterrupted_one(config, monkeypatch, settings) -> None:
-    monkeypatch.setattr(
-        collection, "TraceWriter", lambda *a, **k: TraceWriter(*a, config=WriterConfig(shard_rows=5), **k)
-    )
     monkeypatch.setattr("foregate.collect.batches.WINDOW_BATCHES", 2)
-    config = replace(config, **settings)
+    config = replace(config, shard_rows=5, **settings)
     whole = replace(config, out=config.out + " whole")
     collect(whole)
     for windows in (2, 3):
@@ -253,9 +249,7 @@ def test_dropped_tokens_are_in_the_trace(config) -> None:
 
 
 def test_a_full_disk_leaves_a_valid_trace_that_can_be_resumed(config, monkeypatch) -> None:
-    monkeypatch.setattr(
-        collection, "TraceWriter", lambda *a, **k: TraceWriter(*a, config=WriterConfig(shard_rows=5), **k)
-    )
+    config = replace(config, shard_rows=5)
     write_table, calls = pq.write_table, []
 
     def full(table, file, **options):
