@@ -1,10 +1,7 @@
 """Finding the MoE layers of a transformers model by structure. Knows modules; knows nothing of traces or stores.
 
-Two kinds of experts module are found:
-  fused    a module behind transformers' experts interface: 3-D parameters [E, ...] and flags such as `has_gate`, called
-           with (hidden [T, H], ids [T, k], weights [T, k]);
-  switch   a ModuleDict `expert_0..` of dense `wi`, `wo`, called with (hidden [T, H], mask [T, 1, E], weights [T, 1]).
-Both stay recognisable after their parameters were moved into a store.
+What an experts module looks like is up to its kind (`kinds`): fused for those behind transformers' experts interface,
+others for the families outside of it. All stay recognisable after their parameters were moved into a store.
 """
 
 from __future__ import annotations
@@ -13,17 +10,16 @@ import hashlib
 import json
 import re
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
 from .errors import ModelError
+from .kinds import kind_named, kind_of
 from .topology import STACKS, MoeLayer, MoeTopology, Stack
 
-Kind = Literal["fused", "switch"]
 INFLATED = "foregate_inflated"  # in a config: {width setting: times that it was multiplied}
-FUSED_FLAGS = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,8 +28,8 @@ class MoeModule:
 
     name: str
     """Path of the experts module, as model.layers.0.mlp.experts."""
-    kind: Kind
-    """How its experts are laid out and called."""
+    kind: str
+    """How its experts are laid out and called: a key of `kinds.KINDS`."""
     layer: MoeLayer
     """Its place, size and top-k."""
 
@@ -48,18 +44,18 @@ def find_moe_modules(model: nn.Module) -> list[MoeModule]:
     paired = bool(getattr(config, "is_encoder_decoder", False))
     found = []
     for name, module in model.named_modules():
-        kind = _kind(module)
-        if kind is None:
+        name_of_kind = kind_of(module)
+        if name_of_kind is None:
             continue
+        kind = kind_named(name_of_kind)
         parent = model.get_submodule(name.rpartition(".")[0])
         stack: Stack = "causal"
         if paired:
             stack = "decoder" if "decoder" in name.split(".") else "encoder"
-        num_experts = int(module.num_experts)  # type: ignore[arg-type]
-        layer = MoeLayer(
-            stack=stack, block=_block(name), num_experts=num_experts, top_k=_top_k(parent, config, kind, num_experts)
-        )
-        found.append(MoeModule(name=name, kind=kind, layer=layer))
+        num_experts = kind.num_experts(module)
+        top_k = kind.top_k(module) or _top_k(parent, config, num_experts)
+        layer = MoeLayer(stack=stack, block=_block(name), num_experts=num_experts, top_k=top_k)
+        found.append(MoeModule(name=name, kind=kind.name, layer=layer))
     if not found:
         kinds = sorted({type(module).__name__ for module in model.modules() if "MLP" in type(module).__name__})
         raise ModelError(
@@ -69,11 +65,10 @@ def find_moe_modules(model: nn.Module) -> list[MoeModule]:
     return sorted(found, key=lambda item: STACKS.index(item.layer.stack))  # stable: block order inside a stack
 
 
-def expert_tensors(module: nn.Module, kind: Kind, expert: int) -> dict[str, torch.Tensor]:
-    """Give one expert's weights by name, as views: the parts that make up its block, in name order of the module."""
-    if kind == "switch":
-        return dict(module.get_submodule(f"expert_{expert}").named_parameters())
-    return {name: parameter[expert] for name, parameter in module.named_parameters(recurse=False)}
+def expert_tensors(module: nn.Module, kind: str, expert: int) -> dict[str, torch.Tensor]:
+    """Give one expert's weights by name, as views: the parts that make up its block, in the order of the block."""
+    form = kind_named(kind)
+    return form.expert(form.stored(module), expert, form.num_experts(module))
 
 
 def topology_of(model: nn.Module) -> MoeTopology:
@@ -89,12 +84,16 @@ def topology_of(model: nn.Module) -> MoeTopology:
     if expert_bytes is None:
         blocks = expert_tensors(experts, first.kind, 0)
         expert_bytes = sum(tensor.numel() * tensor.element_size() for tensor in blocks.values()) or None
-    routed = tuple(item.name + "." for item in modules)
+    routed = {
+        f"{item.name}.{name}"
+        for item in modules
+        for name in kind_named(item.kind).stored(model.get_submodule(item.name))
+    }
     embeddings = {id(parameter) for item in _embeddings(model) for parameter in item.parameters()}
     dense = sum(
         parameter.numel() * parameter.element_size()
         for name, parameter in model.named_parameters()
-        if not name.startswith(routed) and id(parameter) not in embeddings
+        if name not in routed and id(parameter) not in embeddings
     )
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is not None and any(id(parameter) in embeddings for parameter in head.parameters()):
@@ -133,23 +132,13 @@ def _essence(value: dict[str, Any]) -> dict[str, Any]:
     return {name: item for name, item in plain.items() if name not in NOT_THE_MODEL}
 
 
-def _kind(module: nn.Module) -> Kind | None:
-    if isinstance(module, nn.ModuleDict) and hasattr(module, "num_experts"):
-        return "switch"
-    if hasattr(module, "num_experts") and all(hasattr(module, flag) for flag in FUSED_FLAGS):
-        return "fused"
-    return None
-
-
 def _block(name: str) -> int:
     numbers = re.findall(r"\.(\d+)\.", f".{name}.")
     return int(numbers[0]) if numbers else 0
 
 
-def _top_k(parent: nn.Module, config: Any, kind: Kind, num_experts: int) -> int:
+def _top_k(parent: nn.Module, config: Any, num_experts: int) -> int:
     """Find k at the router beside the experts; a config's value may differ from what its router does."""
-    if kind == "switch":
-        return 1
     for module in parent.modules():
         for name in ("top_k", "num_experts_per_tok", "moe_top_k"):
             value = getattr(module, name, None)

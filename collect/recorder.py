@@ -1,12 +1,14 @@
 """Recording routing where the top-k decision is used: hooks on the experts modules. Knows models, no files or texts.
 
 Threads: hooks run in the thread that runs the forward; take() is for the same thread. Nothing of the model is changed:
-the hooks are forward pre-hooks of PyTorch and leave with the `with` block, also after an error.
+the hooks are PyTorch's, before an experts module's call or after its router's, whichever has the ids (`kinds`), and
+leave with the `with` block, also after an error.
 Resident and offloaded models record alike: the ids are seen before any expert's weights are needed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -18,7 +20,10 @@ from torch.utils.hooks import RemovableHandle
 
 from .architectures import MoeModule, find_moe_modules
 from .errors import ModelError
+from .kinds import kind_named
 from .topology import MoeTopology
+
+Note = Callable[[Sequence[Any]], None]
 
 # N rows of a call (tokens, padding included), k top-k, E experts
 
@@ -64,7 +69,12 @@ class RoutingRecorder:
         assert not self._handles, "this recorder is recording already"
         for index, item in enumerate(self.modules):
             module = self._model.get_submodule(item.name)
-            self._handles.append(module.register_forward_pre_hook(self._hook(index), with_kwargs=True))
+            router = kind_named(item.kind).router(module)
+            note = self._note(index, module)
+            if router is None:
+                self._handles.append(module.register_forward_pre_hook(_on_call(note), with_kwargs=True))
+            else:
+                self._handles.append(router.register_forward_hook(_on_output(note)))
         return self
 
     def __exit__(
@@ -97,41 +107,35 @@ class RoutingRecorder:
         self.clear()
         return routing
 
-    def _hook(self, index: int) -> Any:
+    def _note(self, index: int, experts: nn.Module) -> Note:
         item, calls = self.modules[index], self._calls[index]
-        convert = _from_mask if item.kind == "switch" else _from_ids
+        kind = kind_named(item.kind)
 
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            values = [*args, *kwargs.values()]  # argument names differ between families, their order does not
-            if len(values) < 3:
-                raise ModelError(
-                    f"{item.name} was called with {len(values)} arguments, expected hidden states, expert ids and "
-                    "weights; this family cannot be recorded."
-                )
-            ids, weights = convert(values[1].detach(), values[2].detach())
+        def note(values: Sequence[Any]) -> None:
+            ids, weights = kind.routing(experts, values)
             if ids.shape != weights.shape or ids.shape[1] != item.layer.top_k:
                 raise ModelError(
                     f"{item.name} was called with ids {tuple(ids.shape)} and weights {tuple(weights.shape)}, expected "
                     f"top-{item.layer.top_k}; this family cannot be recorded."
                 )
-            calls.append((ids, weights))
+            # copied, so that a later change in place does not reach the record; int16 halves what waits on a device
+            calls.append((ids.to(torch.int16, copy=True), weights.to(torch.float32, copy=True)))
 
-        return hook
-
-
-def _from_ids(ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copy, so that a later change in place does not reach the record; int16 halves what waits on a device."""
-    ids_NK = ids.reshape(-1, ids.shape[-1])
-    return ids_NK.to(torch.int16, copy=True), weights.reshape(ids_NK.shape[0], -1).to(torch.float32, copy=True)
+        return note
 
 
-def _from_mask(mask: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Read a dispatch mask [N, 1, E]: a row of zeros is a token dropped by the expert's capacity."""
-    mask_NE = mask.reshape(-1, mask.shape[-1])
-    kept = mask_NE.any(dim=-1)
-    ids = torch.where(kept, mask_NE.to(torch.int8).argmax(dim=-1), -1)
-    scores = torch.where(kept, weights.reshape(-1).to(torch.float32), 0.0)
-    return ids.to(torch.int16).unsqueeze(-1), scores.unsqueeze(-1)
+def _on_call(note: Note) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        note([*args, *kwargs.values()])  # argument names differ between families, their order does not
+
+    return hook
+
+
+def _on_output(note: Note) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        note(output if isinstance(output, tuple) else (output,))
+
+    return hook
 
 
 def _layer_routing(calls: list[tuple[torch.Tensor, torch.Tensor]]) -> LayerRouting:

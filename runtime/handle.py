@@ -12,12 +12,12 @@ from torch import nn
 from ..collect.architectures import find_moe_modules
 from ..collect.errors import StoreError
 from ..predictors.base import BatchPredictor, TokenPredictor
+from .blocks import BlockLayout
 from .cache import ExpertCache
 from .clock import SystemClock
 from .config import RuntimeConfig
 from .engine import ExpertEngine
-from .experts import IMPLEMENTATION, FusedLayer, OffloadedSwitchExperts, SwitchLayer
-from .kernels import choose_kernel
+from .layers import Place, layer_class
 from .placement import slots_for
 from .policies import Lru, Predicted
 from .predictor_thread import PredictorThread
@@ -182,19 +182,15 @@ class Foregate:
         return self.predictor.busy_s if self.predictor is not None else 0.0
 
     def _attach(self, model: nn.Module) -> None:
-        kernels = {}
+        shared: dict[tuple[str, BlockLayout], Any] = {}
         for index, item in enumerate(find_moe_modules(model)):
             module: Any = model.get_submodule(item.name)
             layout = self.store.layout(index)
             module.expert_bytes = self.store.topology.expert_bytes  # for topology_of: the parameters are gone
-            args = (index, self.engine, self.arena, layout, self.steps)
-            if isinstance(module, OffloadedSwitchExperts):
-                module.foregate = SwitchLayer(*args, template=module.template[0])
-                continue
-            if layout not in kernels:
-                kernels[layout] = choose_kernel(module, layout)
-            module.foregate = FusedLayer(*args, kernel=kernels[layout], transposed=module.is_transposed)
-            module.config._experts_implementation = IMPLEMENTATION  # type: ignore[union-attr]
+            form, key = layer_class(item.kind), (item.kind, layout)
+            if key not in shared:
+                shared[key] = form.prepare(module, layout)
+            form.attach(module, Place(index, self.engine, self.arena, layout, self.steps), shared[key])
         self.steps.attach(model)
 
     def _mode(self) -> tuple[str, str]:

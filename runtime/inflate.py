@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from ..collect.architectures import INFLATED, MoeModule, expert_tensors, find_moe_modules
 from ..collect.errors import ModelError, SettingError
+from ..collect.kinds import Widening, kind_named
 from ..collect.staging import staged_folder
 from .checkpoint import Checkpoint, open_checkpoint, read_header, safetensors_errors
 from .streaming import Layer, dense_state, expert_parameters, stream
@@ -163,23 +164,22 @@ def _widen_config(checkpoint: Checkpoint, skeleton: PreTrainedModel, factor: int
 
 def _plan(skeleton: PreTrainedModel, wide: PreTrainedModel, factor: int, folder: Path) -> dict[str, _Widening]:
     """Say for each tensor whose shape differs how it grows."""
-    experts: dict[str, tuple[int, bool]] = {}
+    experts: dict[str, Widening | None] = {}
     for item in find_moe_modules(skeleton):
         module = skeleton.get_submodule(item.name)
         for name, _ in expert_parameters(module, item):
-            # gate0 up0 gate1 up1 .. may be repeated as one part, gate0 gate1 .. up0 up1 .. are two
-            beside = name.startswith("gate_up") and getattr(module, "is_concatenated", True)
-            experts[f"{item.name}.{name}"] = (2 if beside else 1, name.startswith("down") or name.endswith("wo.weight"))
+            experts[f"{item.name}.{name}"] = kind_named(item.kind).widening(module, name)
     plan, after = {}, wide.state_dict()
     for name, tensor in skeleton.state_dict().items():
         old, new = tuple(tensor.shape), tuple(after[name].shape)
         if old == new:
             continue
         axes = [axis for axis, (left, right) in enumerate(zip(old, new, strict=True)) if left != right]
-        if len(axes) != 1 or new[axes[0]] != old[axes[0]] * factor:
+        dense = Widening(parts=0, divide=axes[0] > 0)  # rows of a linear layer make hidden units, columns add them up
+        change = experts.get(name, dense)
+        if change is None or len(axes) != 1 or new[axes[0]] != old[axes[0]] * factor:
             raise ModelError(f"{folder}: tensor {name} would go from {old} to {new}; this family cannot be inflated.")
-        dense = (0, axes[0] > 0)  # rows of a linear layer make hidden units, columns add them up
-        plan[name] = _Widening(axes[0], *experts.get(name, dense))
+        plan[name] = _Widening(axes[0], *change)
     return plan
 
 

@@ -33,7 +33,7 @@ class StoredLayer:
     module: str
     """Path of its experts module in the model."""
     kind: str
-    """How the experts module is laid out: fused or switch."""
+    """How the experts module is laid out: a key of `collect.kinds.KINDS`."""
     file: int
     """Index into the expert files."""
     offset: int
@@ -45,7 +45,9 @@ class StoredLayer:
 
     def tensor_name(self, expert: int, name: str) -> str:
         """Name an expert's tensor in the file, as the model names it where it has a name for it."""
-        return f"{self.module}.expert_{expert}.{name}" if self.kind == "switch" else f"{self.module}.{expert}.{name}"
+        from ..collect.kinds import kind_named  # brings torch
+
+        return f"{self.module}.{kind_named(self.kind).tensor_name(expert, name)}"
 
 
 @dataclass(frozen=True, kw_only=True)

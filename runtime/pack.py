@@ -14,11 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from ..collect.architectures import MoeModule, find_moe_modules, topology_of
-from ..collect.errors import ModelError, StoreError
+from ..collect.errors import StoreError
+from ..collect.kinds import kind_named
 from ..collect.staging import staged_folder
 from .blocks import ALIGNMENT, align, fill, layout_of
 from .checkpoint import open_checkpoint
@@ -78,12 +78,8 @@ class _LayerWriter:
         self.layers: dict[int, StoredLayer] = {}
 
     def add(self, index: int, item: MoeModule, tensors: Layer) -> None:
-        if item.kind == "fused" and any(len(tensor) != item.layer.num_experts for tensor in tensors.values()):
-            raise ModelError(
-                f"{item.name} has {item.layer.num_experts} experts but parameters for another number; "
-                "this family cannot be packed."
-            )
-        experts = [_one_expert(item, tensors, expert) for expert in range(item.layer.num_experts)]
+        kind, count = kind_named(item.kind), item.layer.num_experts
+        experts = [kind.expert(tensors, expert, count) for expert in range(count)]
         layout = layout_of(experts[0])
         place = StoredLayer(
             module=item.name, kind=item.kind, file=index, offset=0, layout=layout, checksums=("",) * len(experts)
@@ -104,14 +100,6 @@ class _LayerWriter:
 
 def _file_name(layer: int) -> str:
     return f"experts-{layer + 1:05d}.safetensors"
-
-
-def _one_expert(item: MoeModule, tensors: Layer, expert: int) -> dict[str, torch.Tensor]:
-    """Give one expert's tensors by the names that its block uses, in the module's order."""
-    if item.kind == "switch":
-        prefix = f"expert_{expert}."
-        return {name.removeprefix(prefix): tensors[name] for name in tensors if name.startswith(prefix)}
-    return {name: tensor[expert] for name, tensor in tensors.items()}
 
 
 def _header(place: StoredLayer) -> bytes:

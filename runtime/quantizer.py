@@ -24,8 +24,8 @@ from ..collect.errors import SettingError
 from .alignment import align_weights
 from .blocks import TORCH_NAMES
 from .config import RuntimeConfig
-from .experts import OffloadedSwitchExperts
 from .handle import Foregate
+from .layers import layer_class
 from .store import ExpertStore
 
 METHOD = "foregate"
@@ -66,17 +66,13 @@ class ForegateQuantizer(HfQuantizer):
         store = ExpertStore.open(self._path, trust_remote_code=model.is_custom_code())  # type: ignore[operator]
         store.check_dense_files(files)
         for item in find_moe_modules(model):
-            module: Any = model.get_submodule(item.name)
-            if item.kind == "switch":
-                template = module.get_submodule("expert_0").to("meta")
-                stand_in = OffloadedSwitchExperts(item.layer.num_experts, template.eval())
-                path, _, name = item.name.rpartition(".")
-                parent: Any = model.get_submodule(path)
-                setattr(parent, name, stand_in)
-                parent._is_hf_initialized = True  # its initialisation reaches into the experts
-            else:
-                module._parameters.clear()
-                module._is_hf_initialized = True
+            path, _, name = item.name.rpartition(".")
+            parent: Any = model.get_submodule(path)
+            module = model.get_submodule(item.name)
+            left = layer_class(item.kind).empty(module)
+            if left is not module:
+                setattr(parent, name, left)
+                parent._is_hf_initialized = True  # its initialisation may reach into the experts
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         assert self._path is not None

@@ -12,10 +12,12 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ..collect.architectures import expert_tensors, find_moe_modules
 from ..collect.errors import ModelError, StoreError
+from ..collect.kinds import kind_named
 from .alignment import align_weights
-from .blocks import layout_of, views
+from .blocks import TORCH_NAMES, layout_of, views
 from .checkpoint import Checkpoint, open_checkpoint
 from .config import available_bytes
+from .layers import layer_class
 from .store import ExpertStore
 
 HEADROOM = 1.1  # over the weights: activations and the loader's own copies of a few tensors
@@ -52,9 +54,7 @@ def open_reference(store: ExpertStore, reference: str | Path | None, *, trust_re
                 f"{store.layout(0).payload_bytes}; give the checkpoint that was packed, inflated in the same way."
             )
     for item in find_moe_modules(model):
-        if item.kind == "fused":
-            module: Any = model.get_submodule(item.name)
-            module.config._experts_implementation = "grouped_mm"  # what exact means for families on the interface
+        layer_class(item.kind).make_exact(model.get_submodule(item.name))
     align_weights(model)
     return model
 
@@ -71,18 +71,19 @@ def resident_from_store(store: ExpertStore, *, trust_remote_code: bool = False) 
     state: dict[str, torch.Tensor] = {}
     for file in store.manifest.dense_files:
         state.update(load_file(store.path / file.name))
+    skeleton = checkpoint.skeleton()
     for index, layer in enumerate(store.manifest.layers):
-        for expert in range(store.topology.layers[index].num_experts):
-            for name, tensor in views(
-                bytearray(store[store.topology.ids[store.topology.flat(index, expert)]]), layer.layout
-            ).items():
-                if layer.kind == "switch":
-                    state[layer.tensor_name(expert, name)] = tensor
-                    continue
-                full = f"{layer.module}.{name}"
-                if full not in state:
-                    state[full] = torch.empty(len(layer.checksums), *tensor.shape, dtype=tensor.dtype)
-                state[full][expert] = tensor
+        kind, count = kind_named(layer.kind), len(layer.checksums)
+        dtype = getattr(torch, TORCH_NAMES[layer.layout.tensors[0].dtype])
+        stored = kind.stored(skeleton.get_submodule(layer.module))
+        # zeros, since some families have rows that belong to no expert and are never read
+        tensors = {name: torch.zeros(parameter.shape, dtype=dtype) for name, parameter in stored.items()}
+        for expert in range(count):
+            block = bytearray(store[store.topology.ids[store.topology.flat(index, expert)]])
+            found = views(block, layer.layout)
+            for name, view in kind.expert(tensors, expert, count).items():
+                view.copy_(found[name])
+        state.update({f"{layer.module}.{name}": tensor for name, tensor in tensors.items()})
     loaded: Any = checkpoint.model_class.from_pretrained(
         None, config=config, state_dict=state, dtype="auto", output_loading_info=True
     )

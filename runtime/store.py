@@ -93,7 +93,7 @@ class ExpertStore(Mapping[ExpertId, bytes]):
 
     @property
     def kinds(self) -> list[str]:
-        """Kind of the experts module of each MoE layer: fused or switch."""
+        """Kind of the experts module of each MoE layer, as fused or switch."""
         return [layer.kind for layer in self.manifest.layers]
 
     @cached_property

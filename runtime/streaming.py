@@ -23,6 +23,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..collect.architectures import MoeModule, find_moe_modules
 from ..collect.errors import ModelError
+from ..collect.kinds import kind_named
 from .checkpoint import Checkpoint
 
 log = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ Layer = dict[str, torch.Tensor]
 
 def expert_parameters(module: nn.Module, item: MoeModule) -> Iterator[tuple[str, nn.Parameter]]:
     """List the parameters of an experts module that belong to single experts, by their name in it."""
-    yield from module.named_parameters(recurse=item.kind == "switch")
+    yield from kind_named(item.kind).stored(module).items()
 
 
 def dense_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -16,9 +16,9 @@ import torch
 from foregate.collect.errors import ClosedError, StoreError, TransferError
 from foregate.collect.topology import MoeTopology
 from foregate.predictors.base import PredictorSpec, Step
-from foregate.runtime import handle as module
 from foregate.runtime import load
 from foregate.runtime.handle import Foregate
+from foregate.runtime.layers.fused import FusedLayer
 from foregate.runtime.prefetch import Windows
 from foregate.runtime.store import ExpertStore
 
@@ -307,7 +307,7 @@ def test_a_load_that_fails_half_way_leaves_no_thread(packed: Pack, monkeypatch: 
     def fail(*args: Any) -> None:
         raise RuntimeError("no kernel today")
 
-    monkeypatch.setattr(module, "choose_kernel", fail)
+    monkeypatch.setattr(FusedLayer, "prepare", fail)
     with pytest.raises(RuntimeError, match="no kernel today"):
         load(packed("qwen3_moe").store, slots=0.5)
     assert not our_threads()

@@ -1,4 +1,4 @@
-"""The experts' forward: the resident layer's bits, in whatever order experts arrive."""
+"""Layers that compute from slots: the resident layer's bits, in whatever order experts arrive."""
 
 from __future__ import annotations
 
@@ -11,20 +11,13 @@ import numpy as np
 import pytest
 import torch
 from foregate.collect import tiny_models
-from foregate.collect.architectures import Kind, expert_tensors, find_moe_modules, topology_of
+from foregate.collect.architectures import expert_tensors, find_moe_modules, topology_of
 from foregate.collect.errors import ModelError
 from foregate.collect.topology import MoeTopology
 from foregate.runtime.blocks import BlockLayout, fill, layout_of
-from foregate.runtime.experts import (
-    IMPLEMENTATION,
-    FusedLayer,
-    OffloadedSwitchExperts,
-    SwitchLayer,
-    _groups,
-    fused_forward,
-)
 from foregate.runtime.forecast import Forecast
-from foregate.runtime.kernels import choose_kernel
+from foregate.runtime.layers import IMPLEMENTATION, LAYERS, Place
+from foregate.runtime.layers.fused import _groups, fused_forward
 from foregate.runtime.slots import SlotArena
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
@@ -59,7 +52,7 @@ class Heard:
         self.ids.append(ids)
 
 
-def in_slots(module: Any, kind: Kind, seed: int) -> tuple[SlotArena, BlockLayout, list[int]]:
+def in_slots(module: Any, kind: str, seed: int) -> tuple[SlotArena, BlockLayout, list[int]]:
     """Put every expert of a module into a random slot of an arena."""
     layout = layout_of(expert_tensors(module, kind, 0))
     slots = list(range(module.num_experts))
@@ -76,8 +69,9 @@ def fused(name: str, dtype: torch.dtype, layer: int = 1) -> tuple[Any, Shuffled,
     module: Any = model.get_submodule(find_moe_modules(model)[layer].name)
     arena, layout, slots = in_slots(module, "fused", seed=1)
     engine, heard = Shuffled(topology_of(model), layer, slots, seed=2), Heard()
-    args: Any = (layer, engine, arena, layout, heard)
-    module.foregate = FusedLayer(*args, kernel=choose_kernel(module, layout), transposed=module.is_transposed)
+    place = Place(layer, engine, arena, layout, heard)  # type: ignore[arg-type]
+    form = LAYERS["fused"]
+    module.foregate = form(place, module, form.prepare(module, layout))
     return module, engine, heard
 
 
@@ -133,8 +127,8 @@ def test_switch_layers_have_the_resident_bits_and_drop_what_the_router_drops(dty
     module: Any = model.get_submodule(find_moe_modules(model)[layer].name)
     arena, layout, slots = in_slots(module, "switch", seed=1)
     engine, heard = Shuffled(topology_of(model), layer, slots, seed=2), Heard()
-    stand_in = OffloadedSwitchExperts(8, module.get_submodule("expert_0").to("meta").eval())
-    stand_in.foregate = SwitchLayer(layer, engine, arena, layout, heard, template=stand_in.template[0])  # type: ignore[arg-type]
+    stand_in: Any = LAYERS["switch"].empty(module)
+    LAYERS["switch"].attach(stand_in, Place(layer, engine, arena, layout, heard), None)  # type: ignore[arg-type]
     assert not list(stand_in.parameters())
     resident = tiny_models.build("switch_transformers").to(dtype).get_submodule(find_moe_modules(model)[layer].name)
     generator = torch.Generator().manual_seed(5)
