@@ -17,9 +17,11 @@ import pyarrow.parquet as pq
 
 from .errors import TraceError
 from .sequence import PART_TOKENS, SequenceRouting, StackColumns, columns_of, join_parts, split_parts, stored
+from .staging import staged_file
 from .topology import MoeTopology, Stack
 
 __all__ = [
+    "FORMAT_VERSION",
     "PART_TOKENS",
     "SCHEMA",
     "Report",
@@ -29,7 +31,11 @@ __all__ = [
     "split_parts",
     "stored",
     "table_of",
+    "write_shard",
 ]
+
+FORMAT_VERSION = 1
+VERSION_KEY = b"foregate.format_version"  # in a shard's metadata, so that one that strayed into a folder is noticed
 
 SCHEMA = pa.schema(
     [
@@ -63,7 +69,18 @@ def table_of(rows: Sequence[SequenceRouting], *, text: bool = False, scores: boo
         columns.append(
             _list_column(values, field.type) if pa.types.is_list(field.type) else pa.array(values, field.type)
         )
-    return pa.Table.from_arrays(columns, schema=schema)
+    return pa.Table.from_arrays(columns, schema=schema.with_metadata({VERSION_KEY: str(FORMAT_VERSION)}))
+
+
+def write_shard(path: Path, rows: Sequence[SequenceRouting], *, text: bool = False, scores: bool = False) -> None:
+    """Write rows as one Parquet shard, which appears whole or not at all.
+
+    Raises:
+        OSError: on a full disk, with the path filled in.
+    """
+    with staged_file(path) as file:
+        table = table_of(rows, text=text, scores=scores)
+        pq.write_table(table, file, compression="zstd", row_group_size=len(rows), write_page_checksum=True)
 
 
 def read_shard(path: Path, topology: MoeTopology, report: Report | None = None) -> Iterator[SequenceRouting]:
@@ -80,6 +97,12 @@ def read_shard(path: Path, topology: MoeTopology, report: Report | None = None) 
     columns, first = columns_of(topology), 0
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            version = (file.schema_arrow.metadata or {}).get(VERSION_KEY, str(FORMAT_VERSION).encode())
+            if version != str(FORMAT_VERSION).encode():
+                raise TraceError(
+                    f"{path} has format version {version.decode(errors='replace')!r}; this foregate reads version "
+                    f"{FORMAT_VERSION}: record or import the trace again."
+                )
             missing = [name for name in ("sequence", "stack", "experts") if name not in file.schema_arrow.names]
             if missing:
                 raise TraceError(f"{path} lacks the column {missing[0]!r} of a routing trace; record it again.")

@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from .errors import SettingError, TraceError
-from .shard import SequenceRouting, join_parts, read_shard
+from .shard import FORMAT_VERSION, SequenceRouting, join_parts, read_shard
 from .topology import MoeTopology, Stack
 
 __all__ = ["FORMAT_VERSION", "HEADER_NAME", "ScoresKind", "SequenceRouting", "Trace", "TraceHeader", "WeightsKind"]
 
-FORMAT_VERSION = 1
 HEADER_NAME = "trace.json"
 SHARD_GLOB = "shard-*.parquet"  # shard-RANK-NUMBER.parquet; the order of names is the order of the trace
 

@@ -19,16 +19,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
-import pyarrow.parquet as pq
-
 from .checks import FileCheck, OrderCheck
 from .errors import ClosedError, SettingError, TraceError
 from .resume import Resumed, leave_empty, open_folder
 from .row_checks import RowCheck
 from .row_queue import RowQueue, num_bytes
 from .sequence import SequenceRouting, split_parts, stored
-from .shard import table_of
-from .staging import staged_file
+from .shard import write_shard
 from .trace import TraceHeader
 
 log = logging.getLogger(__name__)
@@ -224,7 +221,5 @@ class TraceWriter:
             raise TraceError(f"{self.path / name} is not written: {reason}; check that the routers ran.")
         for index, reason in check.repeats():
             log.warning("%s, row %s: %s; leave it out before training.", self.path / name, index, reason)
-        with staged_file(self.path / name) as file:
-            table = table_of(rows, text=self.text, scores=bool(self.header.scores))
-            pq.write_table(table, file, compression="zstd", row_group_size=len(rows), write_page_checksum=True)
+        write_shard(self.path / name, rows, text=self.text, scores=bool(self.header.scores))
         self._shards += 1
