@@ -1,0 +1,39 @@
+"""Import what another tool recorded, as a trace or a load table."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ..collect.importers.config import ImportConfig
+from .options import settings_from, settings_parser
+
+NOTES_SHOWN = 8  # so that the report stays on one screen; --json has all
+
+
+def parser() -> Any:
+    """Build the parser of `foregate import`."""
+    made = settings_parser("foregate import", ImportConfig, skip={"source"})
+    made.add_argument("source", type=str, help="file of another tool, or folder of such files of one format")
+    return made
+
+
+def run(args: Any) -> int:
+    """Import and print what was read, dropped and noted."""
+    from ..collect.importing import import_source
+
+    result = import_source(settings_from(args, ImportConfig))
+    if args.json:
+        print(json.dumps(result.to_json()))
+        return 0
+    report = result.report
+    size = f", {result.sequences} sequences, {result.tokens} tokens" if result.kind == "trace" else ""
+    print(f"{result.out}: {result.kind} from {result.format}, {result.described}{size}")
+    print(f"rows read {report.rows_read}, kept {report.rows_kept}")
+    for reason, count in sorted(report.rows_dropped.items()):
+        print(f"dropped {count}: {reason}")
+    for note in report.notes[:NOTES_SHOWN]:
+        print(f"note: {note}")
+    if len(report.notes) > NOTES_SHOWN:
+        print(f"... and {len(report.notes) - NOTES_SHOWN} more notes; --json has all.")
+    return 0
