@@ -2,7 +2,7 @@
 
 Source: a file, or a folder of files of one format. Row: what the source counts by: a line of a log, a token of an
 array, a layer's counts of a batch. Every row that was read is either kept or dropped for a named reason, and the report
-says how many. Worked example: a log of 18,818 rows, 16,384 of them a warm-up, gives a trace of 2,434 tokens of one layer.
+says how many. Worked example: a log of 18,818 rows of one layer, 16,384 of them a warm-up, gives 2,434 tokens.
 """
 
 from __future__ import annotations

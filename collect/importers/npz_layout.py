@@ -19,6 +19,7 @@ from ..sequence import SequenceRouting
 from .arrays import array_names, check_offsets, load_npz
 from .config import ImportConfig
 from .contract import Importer, Reading, file_stem
+from .lines import json_or_none
 from .report import NOT_FORWARDED, ImportReport
 from .survey import Survey
 
@@ -65,6 +66,7 @@ class NpzLayout(Importer):
     ) -> Iterator[SequenceRouting]:
         for path in paths:
             prefix = f"{file_stem(path)}:" if len(paths) > 1 else ""
+            names = _category_names(path, report)
             for row in NpzTrace.open(path):
                 report.read(row.num_tokens)
                 if not row.num_tokens:
@@ -80,8 +82,22 @@ class NpzLayout(Importer):
                     row,
                     sequence=f"{prefix}{row.sequence}",
                     group=None if row.group is None else f"{prefix}{row.group}",
+                    category=names.get(row.category or "", row.category),
                     weights=row.weights if weighted else None,
                 )
+
+
+def _category_names(path: Path, report: ImportReport) -> dict[str, str]:
+    """Give the names of category numbers, where a list of them lies beside the file as STEM.categories.json."""
+    beside = path.with_name(f"{file_stem(path)}.categories.json")
+    if not beside.is_file():
+        return {}
+    names = json_or_none(beside.read_text(encoding="utf-8"))
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        report.note(f"{beside.name} is no list of names, so categories stay numbers.")
+        return {}
+    report.note(f"Categories are named as in {beside.name}.")
+    return {str(number): name for number, name in enumerate(names)}
 
 
 def _head(row: SequenceRouting, count: int) -> SequenceRouting:

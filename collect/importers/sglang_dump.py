@@ -55,7 +55,7 @@ class SglangDump(Importer):
         for path in paths:
             for item in _passes(path):
                 survey.limit_reached(path, item.place, item.experts, item.logical)
-                now = (item.experts >= 0).any(axis=(0, 2))
+                now = np.asarray(np.any(item.experts >= 0, axis=(0, 2)))
                 if used is not None and len(now) != len(used):
                     raise refuse(path, item.place, f"it has {len(now)} layers where {len(used)} were expected")
                 used = now if used is None else used | now
@@ -98,11 +98,11 @@ class SglangDump(Importer):
     def _load(self, paths: Sequence[Path], config: ImportConfig, report: ImportReport) -> LoadReading:
         runs, blocks_of = {}, {}
         for path in paths:
-            total: np.ndarray | None = None
+            total, experts = np.zeros(0, np.int64), 0
             for _, counts in _counts(path, config):
-                total = counts.sum(axis=1) if total is None else total + counts.sum(axis=1)
-                experts = counts.shape[1]
-            if total is None or not total.any():
+                sums = counts.sum(axis=1)
+                total, experts = (total + sums if len(total) else sums), counts.shape[1]
+            if not total.any():
                 raise TraceError(f"{path.name} counts no token; record while requests run.")
             blocks = np.flatnonzero(total).tolist()
             blocks_of[path] = blocks
@@ -135,9 +135,8 @@ def load_tensors(path: Path) -> dict[str, Any]:
     import torch  # only dumps of torch need it
 
     try:
-        unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
-        if not unsafe:
-            value = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))  # reads names, calls nothing
+        value = None if unsafe else torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch raises many types for damaged archives
         raise TraceError(
             f"{path.name} is no readable dump of tensors ({_first_words(error)}); record it again."

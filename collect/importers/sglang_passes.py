@@ -133,9 +133,10 @@ def linked(
         report.note(f"{path.name}: {inside} sequences start behind a cached prefix, whose tokens are not in the dump.")
     for number, sequence in enumerate(sequences):
         token_ids, ids = (np.concatenate(items) for items in zip(*sequence.parts, strict=True))
-        absent = (ids < 0).any(axis=2)
-        report.drop(NOT_FORWARDED, int(absent.all(axis=1).sum()))
-        report.drop(INCOMPLETE_TOKEN, int((absent.any(axis=1) & ~absent.all(axis=1)).sum()))
+        absent = np.any(ids < 0, axis=2, keepdims=True)[:, :, 0]
+        some, every = absent.max(axis=1), absent.min(axis=1)
+        report.drop(NOT_FORWARDED, int(every.sum()))
+        report.drop(INCOMPLETE_TOKEN, int((some & ~every).sum()))
         row = SequenceRouting(
             sequence=f"{file_stem(path)}:{number}",
             source=f"{path.name}:{sequence.place}" + (f", from position {sequence.start}" if sequence.start else ""),
@@ -143,4 +144,4 @@ def linked(
             token_ids=token_ids,
             experts=ids.reshape(len(ids), -1).astype(np.int16),
         )
-        yield from cut_tokens(row, ~absent.any(axis=1))
+        yield from cut_tokens(row, ~some)

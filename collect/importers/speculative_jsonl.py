@@ -71,7 +71,7 @@ class SpeculativeJsonl(Importer):
                     if weighted:
                         weights[token, index[layer]] = values
                 present = experts[:, :, 0] >= 0
-                whole = present.all(axis=1)
+                whole = np.all(present, axis=1)
                 report.drop(INCOMPLETE_TOKEN, int(present[~whole].sum()))
                 _note_drift(problem, present, layers, report)
                 row = SequenceRouting(
@@ -92,8 +92,8 @@ def _note_drift(problem: Any, present: np.ndarray, layers: list[int], report: Im
     if counted and counts.min() < counts.max():
         report.note(
             f"Problem {problem}: the layers number their tokens without a gap but hold {counts.min()} to "
-            f"{counts.max()} (layer {layers[int(counts.argmin())]} has the fewest): calls were missed at places that the log does not "
-            "tell, and behind them a token_idx is not the same token in every layer."
+            f"{counts.max()} (layer {layers[int(counts.argmin())]} has the fewest): calls were missed at places "
+            "that the log does not tell, and behind them a token_idx is not the same token in every layer."
         )
 
 

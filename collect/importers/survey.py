@@ -152,11 +152,10 @@ class Survey:
                 f"Each layer is taken to have {experts} experts, 1 + the largest id in the source; if the model has "
                 "more, give --experts."
             )
-        absent = [str(block) for block in range(blocks[0], blocks[-1]) if block not in blocks]
+        absent = [block for block in range(blocks[0], blocks[-1]) if block not in blocks]
         if absent:
-            report.note(
-                f"The source holds nothing of the layers {', '.join(absent)}, which stand between those it has."
-            )
+            more = f" and {len(absent) - 8} more" if len(absent) > 8 else ""
+            report.note(f"The source holds no layer {absent[:8]}{more}, between those that it has: {list(blocks)}.")
         layers = [
             MoeLayer(stack=stack, block=block, num_experts=experts, top_k=self.top_k)
             for block in chosen_blocks(self.config, blocks)

@@ -61,7 +61,7 @@ class VllmRoutedExperts(Importer):
             if used is not None and len(used) != item.experts.shape[1]:
                 found = f"{item.experts.shape[1]} layers where {len(used)} were expected"
                 raise refuse(item.path, item.place, f"it has {found}")
-            now = (item.experts > 0).any(axis=(0, 2))
+            now = np.asarray(np.any(item.experts > 0, axis=(0, 2)))
             used = now if used is None else used | now
             num_tokens += len(item.experts)
             known = known and item.token_ids is not None
