@@ -9,12 +9,30 @@ from torch import nn
 
 from ..errors import ModelError, SettingError
 from .base import ExpertsKind, Routing, Widening
+from .dbrx import DbrxKind
 from .fused import FusedKind
+from .jetmoe import JetMoeKind
+from .llama4 import Llama4Kind
+from .longcat import LongcatKind
+from .nllb import NllbKind
+from .step3p7 import Step3p7Kind
 from .switch import SwitchKind
 
 __all__ = ["EXCEPTIONS", "KINDS", "ExpertsKind", "Routing", "Widening", "kind_named", "kind_of", "register_kind"]
 
-KINDS: dict[str, ExpertsKind] = {kind.name: kind for kind in (FusedKind(), SwitchKind())}
+KINDS: dict[str, ExpertsKind] = {
+    kind.name: kind
+    for kind in (
+        FusedKind(),
+        SwitchKind(),
+        NllbKind(),
+        Llama4Kind(),
+        DbrxKind(),
+        JetMoeKind(),
+        LongcatKind(),
+        Step3p7Kind(),
+    )
+}
 
 EXCEPTIONS: dict[str, str | None] = {}
 """Class name -> kind, or None for a class that only looks like one."""
