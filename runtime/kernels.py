@@ -69,7 +69,7 @@ def choose_kernel(module: Any, layout: BlockLayout) -> Kernel:
     rows of bfloat16 that are no multiple of 16 bytes.
     """
     generator = torch.Generator().manual_seed(0)
-    experts = [_random_block(layout, generator) for _ in range(2)]
+    experts = [random_block(layout, generator) for _ in range(2)]
     twin = _stand_in(module, experts)
     down = experts[0]["down_proj"]
     gate = choose_gate(module, down.shape[0] if module.is_transposed else down.shape[1], down.dtype)
@@ -111,7 +111,7 @@ def _agrees(
     return torch.equal(expected[perm], found.to(expected.dtype))
 
 
-def _random_block(layout: BlockLayout, generator: torch.Generator) -> dict[str, torch.Tensor]:
+def random_block(layout: BlockLayout, generator: torch.Generator) -> dict[str, torch.Tensor]:
     """Fill a block with random numbers that bring gates out of their linear range.
 
     The numbers repeat: a 350 MB expert would take seconds to draw.

@@ -1,9 +1,9 @@
 """Experts of NLLB-MoE: a module per expert with biases, called with masks of two choices.
 
 The call is (hidden [N, H], mask [N, E] of first choices, weights [N, E]): a token's first choice is where the mask is
-1, its second where there is a weight besides; what an expert's capacity drops is 0 in both. transformers 5.24 then takes
-the mask for ids (its experts' forward makes a one-hot of it once more), so that experts 0 and 1 alone ever run, whatever
-the router chose. What is recorded is the router's choice; what is computed, by an offloaded model too, is what runs.
+1, its second where there is a weight besides; what an expert's capacity drops is 0 in both. transformers 5.24 then
+takes the mask for ids (its experts' forward makes a one-hot of it once more), so that experts 0 and 1 alone ever run,
+whatever the router chose. What is recorded is the router's choice; what is computed, offloaded or not, is what runs.
 """
 
 from __future__ import annotations

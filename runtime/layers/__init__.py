@@ -7,12 +7,30 @@ from __future__ import annotations
 
 from ...collect.errors import ModelError, SettingError
 from .base import OffloadedLayer, Place, StandIn
+from .dbrx import DbrxLayer
 from .fused import IMPLEMENTATION, FusedLayer
+from .jetmoe import JetMoeLayer
+from .llama4 import Llama4Layer
+from .longcat import LongcatLayer
+from .nllb import NllbLayer
+from .step3p7 import Step3p7Layer
 from .switch import SwitchLayer
 
 __all__ = ["IMPLEMENTATION", "LAYERS", "OffloadedLayer", "Place", "StandIn", "layer_class", "register_layer"]
 
-LAYERS: dict[str, type[OffloadedLayer]] = {layer.kind: layer for layer in (FusedLayer, SwitchLayer)}
+LAYERS: dict[str, type[OffloadedLayer]] = {
+    layer.kind: layer
+    for layer in (
+        FusedLayer,
+        SwitchLayer,
+        NllbLayer,
+        Llama4Layer,
+        DbrxLayer,
+        JetMoeLayer,
+        LongcatLayer,
+        Step3p7Layer,
+    )
+}
 
 
 def layer_class(kind: str) -> type[OffloadedLayer]:

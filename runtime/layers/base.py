@@ -89,6 +89,10 @@ class OffloadedLayer(ABC):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the layer, with the arguments and the result of the resident module's forward."""
 
+    def run(self, *args: Any) -> Any:
+        """Compute the layer as part of a model that may be tracking gradients."""
+        return outside_autograd(self.forward, *args)
+
     def acquire(self, ids_TK: torch.Tensor, experts: Iterable[int]) -> Any:
         """Report what the router chose and serve these experts, each as (expert, tensors by name).
 
@@ -141,7 +145,7 @@ class StandIn(nn.Module):
     def forward(self, hidden: torch.Tensor, *args: Any) -> Any:
         """Compute the layer from slots."""
         assert self.foregate is not None, "attached at load"
-        return outside_autograd(self.foregate.forward, hidden, *args)
+        return self.foregate.run(hidden, *args)
 
 
 def drop_parameters(module: nn.Module, names: Iterable[str]) -> None:
@@ -151,17 +155,16 @@ def drop_parameters(module: nn.Module, names: Iterable[str]) -> None:
         del module.get_submodule(path)._parameters[last]
 
 
-def outside_autograd(forward: Callable[..., Any], hidden: torch.Tensor, *args: Any) -> Any:
-    """Compute a layer outside of autograd, which would keep slots that change behind its back.
+def outside_autograd(forward: Callable[..., torch.Tensor], hidden: torch.Tensor, *args: Any) -> torch.Tensor:
+    """Compute experts outside of autograd, which would keep slots that change behind its back.
 
     Parameters of the model stay as they are: whether they require gradients decides which products PyTorch takes.
     """
     with torch.no_grad():
-        result = forward(hidden, *args)
+        out = forward(hidden, *args)
     if torch.is_grad_enabled() and hidden.requires_grad:
-        out = result[0] if isinstance(result, tuple) else result
         out.requires_grad_().register_hook(_refuse_backward)
-    return result
+    return out
 
 
 def _refuse_backward(grad: torch.Tensor) -> None:

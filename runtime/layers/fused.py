@@ -17,7 +17,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from ...collect.kinds import kind_named
 from ..blocks import TORCH_NAMES, BlockLayout
 from ..kernels import Kernel, choose_kernel, expert_rows
-from .base import OffloadedLayer, Place, drop_parameters, outside_autograd
+from .base import OffloadedLayer, Place, drop_parameters
 
 IMPLEMENTATION = "foregate"
 
@@ -85,7 +85,7 @@ class FusedLayer(OffloadedLayer):
 
 def fused_forward(module: Any, hidden_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
     """Compute a fused experts module from slots: the function that transformers' experts interface calls."""
-    return outside_autograd(module.foregate.forward, hidden_TH, module, ids_TK, weights_TK)
+    return module.foregate.run(hidden_TH, module, ids_TK, weights_TK)
 
 
 def _groups(ids_S: torch.Tensor) -> dict[int, slice]:

@@ -1,0 +1,45 @@
+"""A layer of NLLB-MoE experts, computed as transformers computes it: with experts 0 and 1 alone.
+
+Its forward takes the dispatch mask [T, E] for ids and makes a one-hot of it. So where the mask is 0 the "expert" is 0,
+where it is 1 it is 1: expert 0 gets T * (E - 1) rows, most of them with weight 0, and expert 1 each first choice. Rows
+are not left out here either, since a product's bits depend on how many there are. `collect/kinds/nllb.py` says what is
+recorded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...collect.kinds import kind_named
+from .base import OffloadedLayer, Place
+
+
+class NllbLayer(OffloadedLayer):
+    """Compute what runs, each expert by its own forward, and add in the order of ids."""
+
+    kind = "nllb"
+
+    def __init__(self, place: Place, module: Any, shared: Any = None) -> None:
+        super().__init__(place, module, shared)
+        self.module: Any = module.emptied[0]
+        self.expert = self.module.get_submodule("expert_0")
+
+    def forward(self, hidden_TH: torch.Tensor, mask_TE: torch.Tensor, weights_TE: torch.Tensor) -> torch.Tensor:
+        """Give the sum [T, H] of what the two experts make of each token."""
+        recorded_T2 = kind_named(self.kind).routing(self.module, (hidden_TH, mask_TE, weights_TE)).ids
+        runs = torch.unique(mask_TE).tolist()
+        places = {expert: torch.where(mask_TE.t() == expert) for expert in runs}
+        parts: dict[int, torch.Tensor] = {}
+        with self.acquire(recorded_T2, runs) as experts:
+            for expert, tensors in experts:
+                rows = hidden_TH[None, places[expert][1]].reshape(-1, hidden_TH.shape[-1])
+                parts[expert] = torch.func.functional_call(self.expert, tensors, (rows,))
+        out_TH = torch.zeros_like(hidden_TH)
+        for expert, (choice_M, token_M) in places.items():
+            part_MH = parts.pop(expert) * weights_TE[token_M, choice_M, None]
+            if self.module.moe_token_dropout > 0:
+                part_MH *= 1 - self.module.moe_token_dropout
+            out_TH.index_add_(0, token_M, part_MH.to(hidden_TH.dtype))
+        return out_TH
