@@ -73,9 +73,12 @@ class ExpertCache:
                 self.unproven.pop(expert, None)
         resident.update(delayed)
         resident.update(misses)
-        excess = len(resident) + len(self.in_flight) - self.capacity
         fits = one_token and len(needed) + len(self.in_flight) <= self.capacity
-        leaving = self._leave(excess, frozenset(needed) if fits else frozenset()) if excess > 0 else []
+        protected = frozenset(needed) if fits else frozenset()
+        leaving = self._drop(self.policy.overdue(protected))
+        excess = len(resident) + len(self.in_flight) - self.capacity
+        if excess > 0:
+            leaving += self._leave(excess, protected)
         return EventPlan(hits, delayed, misses, leaving)
 
     def admit(self, expert: int, event: int, pinned: frozenset[int]) -> list[int] | None:

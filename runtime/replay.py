@@ -26,7 +26,10 @@ class ReplayResult(NamedTuple):
 
 
 def replay(events: Iterable[Event], capacity: int, policy: EvictionPolicy) -> ReplayResult:
-    """Count the misses of a policy over events, cold at the start."""
+    """Count the misses of a policy over events, cold at the start.
+
+    The policy is not told where a sequence starts: plain events do not say; `simulation.miss_counts` does tell it.
+    """
     cache = ExpertCache(capacity, policy)
     accesses = misses = 0
     for event in events:

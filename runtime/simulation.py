@@ -15,9 +15,12 @@ import numpy as np
 from ..collect.errors import SettingError
 from ..collect.topology import MoeTopology
 from .cache import ExpertCache
+from .compiled import replays
 from .events import Events
 from .policies.registry import PolicySetting, check_policies, make_policy
 from .replay import recovered_share
+
+EARLY_SHARE = 0.2  # of the events, where a static policy is given no load of others
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -81,7 +84,8 @@ def miss_counts(
     Args:
         capacity: experts that the cache holds.
         policy: a name of `SIMULATED`.
-        load: uses of each expert [all experts] that a static policy is fitted on; see `load_of`.
+        load: uses of each expert [all experts] that a static policy is fitted on, from `load_of` other events; by
+            default the first EARLY_SHARE of these, which is then also replayed.
         seed: of what is drawn.
 
     Returns:
@@ -90,11 +94,32 @@ def miss_counts(
     Raises:
         SettingError: if there is no such policy, or the capacity is not positive.
     """
+    if policy == "static" and load is None:
+        load = early_load(events, topology)
+    check_policies([policy])
     future = (event.needed for event in events)
-    made = make_policy(policy, PolicySetting(topology=topology, capacity=capacity, future=future, load=load, seed=seed))
-    cache = ExpertCache(capacity, made)
-    counts = (len(cache.event(event.needed, one_token=event.one_token).misses) for event in events)
-    return np.fromiter(counts, np.int32, len(events))
+    setting = PolicySetting(topology=topology, capacity=capacity, future=future, load=load, seed=seed)
+    quick = replays().get(policy)
+    return python_misses(events, policy, setting) if quick is None else quick(events, setting)
+
+
+def python_misses(events: Events, policy: str, setting: PolicySetting) -> np.ndarray:
+    """Replay the policy's own class, as the engine runs it; see `miss_counts`."""
+    made = make_policy(policy, setting)
+    cache = ExpertCache(setting.capacity, made)
+    restarts = (np.diff(events.sequences, prepend=-1) > 0).tolist()
+    counts = np.zeros(len(events), np.int32)
+    for index, (event, restart) in enumerate(zip(events, restarts, strict=True)):
+        if restart:
+            made.restart()
+        counts[index] = len(cache.event(event.needed, one_token=event.one_token).misses)
+    return counts
+
+
+def early_load(events: Events, topology: MoeTopology) -> np.ndarray:
+    """Count the uses of each expert in the first EARLY_SHARE of the events, int64 [all experts]."""
+    early = events.experts[: events.starts[int(EARLY_SHARE * len(events))]]
+    return np.bincount(early, minlength=topology.num_experts)
 
 
 def load_of(events: Events, topology: MoeTopology) -> np.ndarray:
@@ -118,7 +143,8 @@ def simulate(
     Args:
         capacity: experts that the cache holds.
         policies: names of `SIMULATED`.
-        load: uses of each expert [all experts] that a static policy is fitted on; see `load_of`.
+        load: uses of each expert [all experts] that a static policy is fitted on, from `load_of` other events; by
+            default the first EARLY_SHARE of these, which is then also replayed.
         seed: of what is drawn.
 
     Raises:

@@ -1,7 +1,8 @@
 """The contract of eviction policies. Knows flat expert indices and events; knows nothing of slots, bytes or models.
 
 A policy ranks the experts that were demanded and are resident. It is told of every event, in order, and is asked who
-leaves. Comparing flat indices compares (layer, expert), so ties go to the smallest flat index.
+leaves: always when the cache is over its capacity, and once in every event whether anybody must leave in any case.
+Comparing flat indices compares (layer, expert), so ties go to the smallest flat index.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ class EvictionPolicy(ABC):
             acting: False where forecasts are only observed.
         """
 
+    def restart(self) -> None:  # noqa: B027 - optional
+        """Note that the event that follows is the first of another sequence; few policies care."""
+
     @abstractmethod
     def use(self, needed: Sequence[int], event: int) -> None:
         """Note that the event used these experts (ascending flat indices); all of them are tracked from now on."""
@@ -34,6 +38,14 @@ class EvictionPolicy(ABC):
 
         Fewer are named where fewer are tracked. Nothing is forgotten: `remove` follows for those that leave.
         """
+
+    def overdue(self, protected: AbstractSet[int]) -> list[int]:
+        """Name tracked experts, none of them protected, that leave now although the cache may have room for them.
+
+        Asked once in every event, after `use`; `remove` follows for each. Only policies with parts of a fixed size
+        name any.
+        """
+        return []
 
     @abstractmethod
     def remove(self, expert: int) -> None:

@@ -11,12 +11,21 @@ import numpy as np
 
 from ...collect.errors import SettingError
 from ...collect.topology import MoeTopology
+from .activation import Activation
 from .base import EvictionPolicy
 from .belady import Belady
+from .layer_lru import LayerLru
+from .lfru import Lfru
+from .lfu import Lfu
 from .lru import Lru
 from .predicted import Predicted
+from .random import Random
+from .s3fifo import S3Fifo
+from .static import Static
 
-PolicyName = Literal["lru", "belady", "predicted"]
+PolicyName = Literal[
+    "lru", "lfu", "lfru", "s3fifo", "layer_lru", "static", "activation", "random", "belady", "predicted"
+]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -30,14 +39,27 @@ class PolicySetting:
     future: Iterable[tuple[int, ...]] = ()
     """The needed experts of every event to come, for the optimum."""
     load: np.ndarray | None = None
-    """Uses of each expert [all experts] in a part of the trace that a static policy was fitted on."""
+    """Uses of each expert [all experts] that a static policy is fitted on."""
     seed: int = 0
     """Seed of what is drawn."""
 
 
+def _static(setting: PolicySetting) -> EvictionPolicy:
+    if setting.load is None:
+        raise SettingError("The policy 'static' needs a load to take its hot set from, and got none.")
+    return Static(setting.load, setting.topology, setting.capacity)
+
+
 POLICIES: dict[PolicyName, Callable[[PolicySetting], EvictionPolicy]] = {
     "lru": lambda setting: Lru(),
-    "belady": lambda setting: Belady(list(setting.future)),
+    "lfu": lambda setting: Lfu(),
+    "lfru": lambda setting: Lfru(setting.topology),
+    "s3fifo": lambda setting: S3Fifo(setting.capacity),
+    "layer_lru": lambda setting: LayerLru(setting.topology, setting.capacity),
+    "static": _static,
+    "activation": lambda setting: Activation(setting.topology),
+    "random": lambda setting: Random(setting.topology, setting.seed),
+    "belady": lambda setting: Belady(setting.future),
     "predicted": lambda setting: Predicted(setting.topology),
 }
 assert tuple(POLICIES) == get_args(PolicyName)

@@ -3,27 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache as memoised
 from itertools import combinations
 
 import numpy as np
 import pytest
+from foregate.collect.errors import SettingError
 from foregate.collect.topology import MoeTopology
 from foregate.runtime import policies
-from foregate.runtime.policies import Belady, EvictionPolicy, Lru, Predicted
+from foregate.runtime.cache import ExpertCache
+from foregate.runtime.policies import (
+    Activation,
+    Belady,
+    EvictionPolicy,
+    LayerLru,
+    Lfru,
+    Lfu,
+    Lru,
+    Predicted,
+    Random,
+    S3Fifo,
+    Static,
+)
+from foregate.runtime.policies.registry import POLICIES, PolicyName, PolicySetting, make_policy
 from foregate.runtime.replay import Event, replay
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 TOPOLOGY = MoeTopology.uniform(2, 4, 2)  # flat indices 0..3 and 4..7
-Build = Callable[[Sequence[Sequence[int]]], EvictionPolicy]
+LOAD = np.array([5, 0, 2, 2, 9, 1, 0, 3])
+Build = Callable[[Sequence[Sequence[int]], int], EvictionPolicy]
 
-POLICIES: dict[str, Build] = {
-    "Lru": lambda future: Lru(),
-    "Belady": Belady,
-    "Predicted": lambda future: Predicted(TOPOLOGY),
-}
-assert set(POLICIES) == set(policies.__all__) - {"EvictionPolicy"}
+
+def build_of(name: PolicyName) -> Build:
+    def build(future: Sequence[Sequence[int]], capacity: int) -> EvictionPolicy:
+        needed = [tuple(needed) for needed in future]
+        return POLICIES[name](PolicySetting(topology=TOPOLOGY, capacity=capacity, future=needed, load=LOAD, seed=3))
+
+    return build
+
 
 # each event is of one layer, as in a model
 layer_events = st.tuples(st.sampled_from([0, 4]), st.sets(st.integers(0, 3), min_size=1)).map(
@@ -36,7 +54,7 @@ class Driven:
     """A policy that is used as a cache uses it; everything it says is checked against the plain set of residents."""
 
     def __init__(self, build: Build, trace: Sequence[Sequence[int]], capacity: int) -> None:
-        self.policy, self.capacity = build(trace), capacity
+        self.policy, self.capacity = build(trace, capacity), capacity
         self.resident: set[int] = set()
         self.said: list[list[int]] = []
 
@@ -46,12 +64,17 @@ class Driven:
         self.resident |= set(needed)
         assert self.policy.tracked() == self.resident
         protected = frozenset(needed)
-        victims = self.policy.victims(max(0, len(self.resident) - self.capacity), protected)
-        self.said.append(victims)
-        assert self.policy.tracked() == self.resident, "naming is not removing"
-        for victim in victims:
-            self.policy.remove(victim)
-            self.resident.remove(victim)
+        self.said.append([])
+        for ask in (
+            self.policy.overdue,
+            lambda protected: self.policy.victims(max(0, len(self.resident) - self.capacity), protected),
+        ):
+            victims = ask(protected)
+            self.said[-1] += victims
+            assert self.policy.tracked() == self.resident, "naming is not removing"
+            for victim in victims:
+                self.policy.remove(victim)
+                self.resident.remove(victim)
 
 
 def never_names_protected(build: Build, trace: list[list[int]]) -> None:
@@ -112,11 +135,21 @@ def forgets_removed(build: Build, trace: list[list[int]]) -> None:
 
 
 def breaks_ties_by_the_smallest(build: Build, trace: list[list[int]]) -> None:
-    """Used in the same event and never again, experts leave in ascending order."""
-    policy = build([[0, 1, 2, 3]])
-    policy.use([0, 1, 2, 3], 1)
-    assert policy.victims(4, frozenset()) == [0, 1, 2, 3]
-    assert policy.victims(2, frozenset([0])) == [1, 2]
+    """Used in the same event and never again, experts of one value leave in ascending order."""
+    policy = build([[4, 5, 6, 7]], 4)
+    if isinstance(policy, Random | Static):
+        return  # no two of these have the same value
+    policy.use([4, 5, 6, 7], 1)
+    assert policy.victims(4, frozenset()) == [4, 5, 6, 7]
+    assert policy.victims(2, frozenset([4])) == [5, 6]
+
+
+def begins_anew_where_told(build: Build, trace: list[list[int]]) -> None:
+    """Another sequence changes what leaves, never who is tracked."""
+    driven = Driven(build, trace, 3)
+    for number, needed in enumerate(trace, start=1):
+        driven.policy.restart()
+        driven.event(number, needed)
 
 
 CHECKS = [
@@ -127,15 +160,16 @@ CHECKS = [
     is_deterministic,
     forgets_removed,
     breaks_ties_by_the_smallest,
+    begins_anew_where_told,
 ]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-@pytest.mark.parametrize("name", sorted(POLICIES))
+@pytest.mark.parametrize("name", POLICIES)
 @given(trace=traces)
 @settings(max_examples=15, deadline=None)
-def test_policy(name: str, check: Callable[[Build, list[list[int]]], None], trace: list[list[int]]) -> None:
-    check(POLICIES[name], trace)
+def test_policy(name: PolicyName, check: Callable[[Build, list[list[int]]], None], trace: list[list[int]]) -> None:
+    check(build_of(name), trace)
 
 
 def test_lru_takes_the_smallest_last_event_then_the_smallest_expert() -> None:
@@ -176,10 +210,181 @@ def test_predicted_is_lru_where_forecasts_are_not_acted_on() -> None:
         assert predicted.victims(9, frozenset([4])) == lru.victims(9, frozenset([4]))
 
 
+def used(policy: EvictionPolicy, *events: list[int]) -> EvictionPolicy:
+    for number, needed in enumerate(events, start=1):
+        policy.use(needed, number)
+    return policy
+
+
+def test_every_policy_of_the_package_has_a_name() -> None:
+    made = {type(build_of(name)([], 4)).__name__ for name in POLICIES}
+    assert made == set(policies.__all__) - {"EvictionPolicy"}
+
+
+def test_an_unknown_policy_is_refused_with_the_nearest_name() -> None:
+    setting = PolicySetting(topology=TOPOLOGY, capacity=2)
+    with pytest.raises(SettingError, match="did you mean 'belady'"):
+        make_policy("beladi", setting)
+    with pytest.raises(SettingError, match="no policy 'predicted' to replay"):
+        make_policy("predicted", setting)  # a trace holds no forecasts
+    with pytest.raises(SettingError, match="'static' needs a load"):
+        make_policy("static", setting)
+
+
+def test_lfu_counts_uses_since_an_expert_entered() -> None:
+    policy = used(Lfu(), [2], [2, 5], [7], [5])
+    assert policy.victims(3, frozenset()) == [7, 2, 5]  # 2 and 5 were used twice, 2 longer ago
+    policy.remove(2)
+    policy.use([2], 5)
+    assert policy.victims(3, frozenset()) == [7, 2, 5]  # once, as 7, and later
+
+
+def test_lfru_divides_uses_by_age() -> None:
+    policy = used(Lfru(TOPOLOGY), [0], [0], [0], [1], [2], [3], [4])
+    # 3 uses / (1 + 4 events ago) = .6; 1 / (1 + 3) = .25; 1 / 3; 1 / 2; 1 / 1
+    assert policy.victims(5, frozenset()) == [1, 2, 3, 0, 4]
+
+
+def test_static_lets_the_rest_pass_beside_the_hot() -> None:
+    # capacity 4 less one token's two experts: 4 (9 uses) and 0 (5 uses) are hot
+    policy = used(Static(LOAD, TOPOLOGY, 4), [4], [0], [7], [1, 2], [7])
+    assert policy.victims(5, frozenset()) == [1, 2, 7, 0, 4]
+
+
+def test_static_has_no_hot_experts_without_load_or_room() -> None:
+    policy = used(Static(LOAD, TOPOLOGY, 8), [6], [5], [1])  # six would be hot, and six have a load: 1 and 6 have none
+    assert policy.victims(3, frozenset()) == [6, 1, 5]
+    assert used(Static(LOAD, TOPOLOGY, 2), [4], [0], [4]).victims(2, frozenset()) == [0, 4]
+
+
+def test_layer_lru_cuts_a_layer_though_others_have_room() -> None:
+    policy = LayerLru(TOPOLOGY, 5)
+    assert policy.shares == [3, 2]
+    used(policy, [4, 5], [6])
+    assert policy.overdue(frozenset([6])) == [4]
+    policy.remove(4)
+    assert policy.overdue(frozenset([6])) == []
+    policy.use([0], 3)
+    assert policy.overdue(frozenset()) == []
+
+
+def test_layer_lru_names_those_beyond_their_share_first() -> None:
+    policy = used(LayerLru(TOPOLOGY, 2), [0], [4, 5])  # a share of one expert each, and a token that needs two
+    assert policy.overdue(frozenset([4, 5])) == []
+    assert policy.victims(1, frozenset([4, 5])) == [0]
+    assert policy.victims(3, frozenset()) == [4, 0, 5]
+
+
+def test_activation_prefers_the_running_request_and_early_layers() -> None:
+    policy = used(Activation(TOPOLOGY), [0, 1], [4, 5], [0, 2], [4, 6])
+    # layer 0 (weight 1): 0 half, 1 and 2 a quarter; layer 1 (weight 1/2): 4 just under a quarter, 5 and 6 an eighth
+    assert policy.victims(6, frozenset()) == [5, 6, 4, 1, 2, 0]
+    policy.restart()
+    policy.use([0, 3], 5)
+    # this request used 0 and 3; 4, 5 and 6 are unknown (1/8 each), 1 and 2 all but unused
+    assert policy.victims(7, frozenset()) == [1, 2, 4, 5, 6, 0, 3]
+
+
+def test_random_spreads_evenly_and_repeats_with_its_seed() -> None:
+    def victims(seed: int) -> list[int]:
+        policy = Random(TOPOLOGY, seed)
+        found = []
+        for number in range(4000):
+            policy.use(list(range(8)), number)
+            found += policy.victims(1, frozenset([7]))
+        return found
+
+    first = victims(0)
+    assert first == victims(0) != victims(1)
+    counts = np.bincount(first, minlength=8)
+    assert counts[7] == 0
+    assert np.abs(counts[:7] - 4000 / 7).max() < 120  # five standard deviations
+
+
+class PlainS3Fifo:
+    """S3-FIFO written down as one loop over lists, as long as something has to leave."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity, self.small_size = capacity, max(1, int(0.1 * capacity))
+        self.ghosts = max(1, capacity - self.small_size)
+        self.small, self.main, self.ghost = [], [], []
+        self.uses: dict[int, int] = {}
+
+    def event(self, event: Event) -> int:
+        misses = 0
+        for expert in event.needed:
+            if expert in self.small + self.main:
+                self.uses[expert] = min(3, self.uses[expert] + 1)
+                continue
+            misses, self.uses[expert] = misses + 1, 0
+            if expert in self.ghost:
+                self.ghost.remove(expert)
+                self.main.append(expert)
+            else:
+                self.small.append(expert)
+        safe = event.needed if event.one_token and len(event.needed) <= self.capacity else ()
+        while len(self.small) + len(self.main) > self.capacity:
+            small = [expert for expert in self.small if expert not in safe]
+            main = [expert for expert in self.main if expert not in safe]
+            if small and (len(self.small) >= self.small_size or not main):
+                self.small.remove(small[0])
+                if self.uses[small[0]] > 1:
+                    self.uses[small[0]] = 0
+                    self.main.append(small[0])
+                else:
+                    self.ghost = [*self.ghost, small[0]][-self.ghosts :]
+            else:
+                self.main.remove(main[0])
+                if self.uses[main[0]] > 0:
+                    self.uses[main[0]] -= 1
+                    self.main.append(main[0])
+        return misses
+
+
+some_events = st.lists(
+    st.builds(
+        lambda needed, one_token: Event(tuple(sorted(needed)), one_token),
+        st.sets(st.integers(0, 9), min_size=1, max_size=4),
+        st.booleans(),
+    ),
+    max_size=60,
+)
+
+
+@given(events=some_events, capacity=st.integers(1, 8))
+@settings(max_examples=100, deadline=None)
+def test_s3fifo_does_what_three_plain_lists_do(events: list[Event], capacity: int) -> None:
+    plain = PlainS3Fifo(capacity)
+    cache = ExpertCache(capacity, S3Fifo(capacity))
+    for event in events:
+        assert len(cache.event(event.needed, one_token=event.one_token).misses) == plain.event(event)
+        cache.check()
+        assert cache.resident == {*plain.small, *plain.main}
+
+
+@given(events=some_events, capacity=st.integers(1, 8))
+@settings(max_examples=100, deadline=None)
+def test_belady_follows_its_rule_written_down_plainly(events: list[Event], capacity: int) -> None:
+    resident: set[int] = set()
+    misses = 0
+    for index, event in enumerate(events):
+        misses += len(set(event.needed) - resident)
+        resident |= set(event.needed)
+        safe = set(event.needed) if event.one_token and len(event.needed) <= capacity else set()
+
+        def next_event(expert: int, index: int = index) -> int:
+            later = (n for n in range(index + 1, len(events)) if expert in events[n].needed)
+            return next(later, len(events))
+
+        while len(resident) > capacity:
+            resident.remove(max(resident - safe, key=lambda expert: (next_event(expert), -expert)))
+    assert replay(events, capacity, Belady([event.needed for event in events])).misses == misses
+
+
 def fewest_misses(events: list[Event], capacity: int) -> int:
     """Search all choices of who leaves, event by event."""
 
-    @cache
+    @memoised
     def search(index: int, resident: frozenset[int]) -> int:
         if index == len(events):
             return 0

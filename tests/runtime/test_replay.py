@@ -10,6 +10,7 @@ from foregate.collect.trace import Trace
 from foregate.runtime.events import Event, events_of
 from foregate.runtime.policies import Lru
 from foregate.runtime.replay import ReplayResult, recovered_share, replay, replay_belady, replay_lru
+from foregate.runtime.simulation import simulate
 
 
 def one_token(*needed: int) -> Event:
@@ -40,11 +41,18 @@ def test_recovered_share() -> None:
     ("name", "sequences", "capacity", "counts"),
     [
         ("mixtral-8x7b-instruct_mtbench", 20, 64, (558_336, 359_836, 229_799)),
+        ("mixtral-8x7b-instruct_mtbench", 20, 128, (558_336, 258_002, 103_365)),
         ("gpt-oss-20b_mixed", 20, 96, (805_920, 431_052, 287_678)),
+        ("gpt-oss-20b_mixed", 20, 192, (805_920, 289_640, 134_012)),
+        ("deepseek-v2-lite-chat_puffin", 80, 208, (854_568, 625_411, 390_726)),
+        ("deepseek-v2-lite-chat_puffin", 80, 416, (854_568, 467_090, 245_553)),
     ],
 )
 def test_reference_counts(shared: Path, name: str, sequences: int, capacity: int, counts: tuple[int, int, int]) -> None:
+    """By the engine's cache and policies, and by what simulation takes, which is compiled where numba is there."""
     trace = Trace.open(shared / "traces" / f"{name}.npz")
     events = events_of(islice(trace, sequences), trace.topology, "decode")
     lru, belady = replay_lru(events, capacity), replay_belady(events, capacity)
     assert (lru.accesses, lru.misses, belady.misses) == counts
+    results = simulate(events, capacity, ["lru", "belady"], trace.topology)
+    assert tuple(result.misses for result in results.values()) == counts[1:]

@@ -1,0 +1,59 @@
+"""Replay compiled by numba, one function per policy, where the extra `fast` is installed. Knows flat arrays only.
+
+The semantics are those of `ExpertCache` over `runtime/policies/`, to which a property test holds every function.
+Importing this package imports no numba.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+
+from ..events import Events
+from ..policies.registry import PolicySetting
+
+log = logging.getLogger(__name__)
+
+Replay = Callable[[Events, PolicySetting], np.ndarray]
+
+
+def how_replayed() -> str:
+    """Say what replay runs in, and why."""
+    version, reason = _numba()
+    if version:
+        return f"code compiled by numba {version}"
+    return f"Python, since numba cannot be imported ({reason}); the extra foregate[fast] has it"
+
+
+@cache
+def replays() -> dict[str, Replay]:
+    """Give the compiled replays by policy, each int32 [N] misses of each event; none where numba cannot be used."""
+    log.info("Replay runs in %s.", how_replayed())
+    if not _numba()[0]:
+        return {}
+    from . import queues, ranks, scores
+
+    return {
+        "lru": queues.lru,
+        "layer_lru": queues.layer_lru,
+        "s3fifo": queues.s3fifo,
+        "belady": ranks.belady,
+        "lfu": ranks.lfu,
+        "static": ranks.static,
+        "lfru": scores.lfru,
+        "activation": scores.activation,
+        "random": scores.random,
+    }
+
+
+@cache
+def _numba() -> tuple[str, str]:
+    """Give numba's version, or an empty one and the reason why it cannot be used."""
+    try:
+        import numba
+    except ImportError as error:
+        return "", str(error)
+    return numba.__version__, ""
