@@ -1,7 +1,8 @@
-"""Traces as one `.npz` file: experts uint8 [tokens, MoE layers, k], offsets [sequences + 1], and optional columns."""
+"""Traces as one `.npz` file: experts [tokens, MoE layers, k], offsets [sequences + 1], and optional columns."""
 
 from __future__ import annotations
 
+import math
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ import numpy as np
 
 from .errors import TraceError
 from .topology import MoeTopology
-from .trace import SequenceRouting, Trace, TraceHeader
+from .trace import MAX_EXPERTS, SequenceRouting, Trace, TraceHeader
 
 
 class NpzTrace(Trace):
@@ -30,11 +31,13 @@ class NpzTrace(Trace):
         """
         path = Path(path)
         try:
-            with path.open("rb") as raw, zipfile.ZipFile(raw):  # np.load leaves a file open that is no archive
+            with path.open("rb") as raw, zipfile.ZipFile(raw) as archive:  # np.load leaves open what is no archive
+                for member in archive.infolist():
+                    _check_size(archive, member)
                 raw.seek(0)
                 with np.load(raw, allow_pickle=False) as file:
                     arrays = {name: file[name] for name in file.files}
-        except (OSError, ValueError, RuntimeError, zipfile.BadZipFile, EOFError, zlib.error) as error:
+        except (OSError, ValueError, RuntimeError, zipfile.BadZipFile, EOFError, zlib.error, MemoryError) as error:
             raise TraceError(
                 f"{path} is no readable .npz trace ({error}); give a file with experts and offsets."
             ) from error
@@ -64,6 +67,19 @@ class NpzTrace(Trace):
             )
 
 
+def _check_size(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
+    """Refuse a member whose header claims another size than it has, before anything is allocated by the claim."""
+    with archive.open(member) as file:
+        version = np.lib.format.read_magic(file)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read(file)
+        if dtype.hasobject:
+            raise ValueError(f"{member.filename} holds Python objects")
+        claimed = math.prod(shape) * dtype.itemsize
+        if claimed != member.file_size - file.tell():
+            raise ValueError(f"{member.filename} claims {claimed} bytes and has {member.file_size - file.tell()}")
+
+
 def _check(path: Path, arrays: dict[str, np.ndarray]) -> None:
     """Refuse arrays that do not fit together."""
     for name in ("experts", "offsets"):
@@ -75,10 +91,21 @@ def _check(path: Path, arrays: dict[str, np.ndarray]) -> None:
     if experts.ndim != 3 or not np.issubdtype(experts.dtype, np.integer) or experts.size == 0:
         raise TraceError(f"{path}: experts must be integers [tokens, layers, k], got {experts.dtype} {experts.shape}.")
     whole = offsets.ndim == 1 and len(offsets) > 1 and np.issubdtype(offsets.dtype, np.integer)
-    if not whole or offsets[0] != 0 or offsets[-1] != len(experts) or (np.diff(offsets) < 0).any():
-        got = f"{offsets.dtype} {offsets.ravel()[:1].tolist()} to {offsets.ravel()[-1:].tolist()}"
+    falls = np.flatnonzero(offsets[1:] < offsets[:-1]) if whole else []  # np.diff would wrap around where unsigned
+    if not whole or offsets[0] != 0 or offsets[-1] != len(experts) or len(falls):
+        row = f", row {falls[0]}" if len(falls) else ""
+        got = offsets[falls[0] : falls[0] + 2] if len(falls) else offsets.ravel()[[0, -1]] if offsets.size else offsets
         raise TraceError(
-            f"{path}: offsets must rise from 0 to the number of tokens, {len(experts)}, as integers; got {got}."
+            f"{path}{row}: offsets must rise from 0 to the number of tokens, {len(experts)}, as integers; got "
+            f"{offsets.dtype} {' to '.join(map(str, got.tolist())) or 'nothing'}."
+        )
+    lowest, highest = int(experts.min()), int(experts.max())
+    if lowest < -1 or highest >= MAX_EXPERTS:
+        token, layer, column = np.argwhere((experts < -1) | (experts >= MAX_EXPERTS))[0]
+        row = int(np.searchsorted(offsets, token, side="right")) - 1
+        raise TraceError(
+            f"{path}, row {row}: expert {experts[token, layer, column]} at token {token - offsets[row]}, MoE layer "
+            f"{layer}, is out of range -1..{MAX_EXPERTS - 1}; ids are logical ones, -1 where a token was dropped."
         )
     for name, per in (
         ("token_ids", len(experts)),

@@ -156,6 +156,10 @@ class MoeTopology:
         try:
             layers = tuple(MoeLayer(**layer) for layer in value["layers"])
             sizes = {name: value.get(name) for name in ("hidden_size", "expert_bytes", "dense_bytes")}
-        except (KeyError, TypeError) as error:
+            numbers = [number for layer in layers for number in (layer.block, layer.num_experts, layer.top_k)]
+            odd = [item for item in (*numbers, *sizes.values()) if not (item is None or isinstance(item, int))]
+            if odd or None in numbers:
+                raise TypeError(f"{str([*odd, None][0])[:80]!r} is no whole number")
+        except (KeyError, TypeError, AttributeError) as error:
             raise SettingError(f"This is no topology ({error}); expected an object with a list 'layers'.") from error
         return cls(layers=layers, **sizes)

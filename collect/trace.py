@@ -16,13 +16,18 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from .errors import SettingError, TraceError
-from .shard import FORMAT_VERSION, SequenceRouting, join_parts, read_shard
+from .sequence import PART_TOKENS, SequenceRouting, join_parts
+from .shard import FORMAT_VERSION, read_shard
 from .topology import MoeTopology, Stack
 
 __all__ = ["FORMAT_VERSION", "HEADER_NAME", "ScoresKind", "SequenceRouting", "Trace", "TraceHeader", "WeightsKind"]
 
 HEADER_NAME = "trace.json"
 SHARD_GLOB = "shard-*.parquet"  # shard-RANK-NUMBER.parquet; the order of names is the order of the trace
+
+MAX_HEADER_BYTES = 64 * 2**20
+MAX_LAYERS, MAX_EXPERTS = 2**14, 2**15  # ids are int16; no model comes near
+MAX_WIDTH = 2**31 // PART_TOKENS  # Arrow's lists count their entries in int32
 
 # "": not declared; none: the rows have no weights; finite: any numbers; unit: each in 0..1; normalized: a token's
 # weights in a layer are positive and sum to 1
@@ -90,9 +95,12 @@ class TraceHeader:
             )
         known = {name: value[name] for name in cls.__dataclass_fields__ if name in value and name != "topology"}
         try:
-            return cls(topology=MoeTopology.from_json(value["topology"]), **known)
+            _check_types(known)
+            header = cls(topology=MoeTopology.from_json(value["topology"]), **known)
+            _check_limits(header.topology)
         except SettingError as error:
             raise TraceError(f"{where} is no usable header: {error}") from error
+        return header
 
 
 class Trace:
@@ -125,8 +133,14 @@ class Trace:
                 "foregate import, or an .npz file."
             )
         try:
+            size = header_path.stat().st_size
+            if size > MAX_HEADER_BYTES:
+                raise ValueError(f"{size} bytes, at most {MAX_HEADER_BYTES} are read")
             value = json.loads(header_path.read_text(encoding="utf-8"))
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (
+            ValueError,
+            RecursionError,
+        ) as error:  # not UTF-8, not JSON, nested without end, a number of a million digits
             raise TraceError(
                 f"{header_path} is not readable JSON ({error}); record or import the trace again."
             ) from error
@@ -143,3 +157,26 @@ class Trace:
     def rows(self, stack: Stack) -> Iterator[SequenceRouting]:
         """Iterate over the rows of one stack."""
         return (row for row in self if row.stack == stack)
+
+
+def _check_types(values: dict[str, Any]) -> None:
+    """Refuse header fields of another type than the default's; whole numbers may be null."""
+    for item in fields(TraceHeader):
+        kind = dict if item.default_factory is dict else str if isinstance(item.default, str) else int
+        legal = item.name not in values or isinstance(values[item.name], kind)
+        if not legal and not (kind is int and values[item.name] is None):
+            raise SettingError(f"{item.name} must be of type {kind.__name__}, got {str(values[item.name])[:80]!r}.")
+
+
+def _check_limits(topology: MoeTopology) -> None:
+    """Refuse what no trace can hold, before anything is allocated by it."""
+    experts = topology.max_experts
+    if topology.num_layers > MAX_LAYERS or experts > MAX_EXPERTS:
+        raise SettingError(
+            f"it claims {topology.num_layers} MoE layers and up to {experts} experts in one, at most {MAX_LAYERS} and "
+            f"{MAX_EXPERTS} can be stored."
+        )
+    for stack in topology.stacks:
+        width = sum(topology.layers[i].top_k for i in topology.layers_of(stack))
+        if width > MAX_WIDTH:
+            raise SettingError(f"it claims {width} {stack} expert ids per token, at most {MAX_WIDTH} can be stored.")
