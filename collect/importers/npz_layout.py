@@ -92,7 +92,7 @@ def _category_names(path: Path, report: ImportReport) -> dict[str, str]:
     beside = path.with_name(f"{file_stem(path)}.categories.json")
     if not beside.is_file():
         return {}
-    names = json_or_none(beside.read_text(encoding="utf-8"))
+    names = json_or_none(beside.read_text(encoding="utf-8", errors="replace"))
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         report.note(f"{beside.name} is no list of names, so categories stay numbers.")
         return {}

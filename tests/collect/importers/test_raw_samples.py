@@ -27,7 +27,7 @@ def test_vllm_log_of_one_layer(imported: Import, raw: Path) -> None:
     assert (got.result.report.rows_read, got.dropped) == (18_818, {"warm_up": 16_384})
     assert (got.result.sequences, got.result.tokens) == (106 - 2, 18_818 - 16_384)
     assert got.result.described == "1 causal layers x 60 experts, top-4"
-    first, last = list(got.rows.values())[0], list(got.rows.values())[-1]
+    first, last = next(iter(got.rows.values())), list(got.rows.values())[-1]
     assert first.num_tokens == 65
     assert first.experts[:2].tolist() == [[39, 40, 46, 30], [30, 59, 13, 34]]  # lines 8,194 and 8,195
     assert first.weights is not None
