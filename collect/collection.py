@@ -114,7 +114,7 @@ def _collect(
             vocab_size=vocab_size,
             dtype=str(model.dtype).removeprefix("torch."),
             versions=_versions(),
-            weights=_probe(model, recorder, tokenizer, first),
+            weights=probe_weights(model, recorder, tokenizer, first),
             scores="selection" if config.scores else "",
             generation=_generation(config),
             recording=_recording(config),
@@ -225,7 +225,7 @@ def _max_tokens(config: CollectConfig, model: Any) -> int:
     return min(config.max_tokens, room)
 
 
-def _probe(model: Any, recorder: RoutingRecorder, tokenizer: Any, piece: Piece) -> WeightsKind:
+def probe_weights(model: Any, recorder: RoutingRecorder, tokenizer: Any, piece: Piece) -> WeightsKind:
     """Run a few tokens, so that a model that cannot be recorded fails early, and see whether its weights sum to 1."""
     short = piece._replace(token_ids=piece.token_ids[:PROBE_TOKENS])
     groups = Passes(model, recorder, tokenizer, None)([short], 0)
