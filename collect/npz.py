@@ -33,7 +33,7 @@ class NpzTrace(Trace):
         try:
             with path.open("rb") as raw, zipfile.ZipFile(raw) as archive:  # np.load leaves open what is no archive
                 for member in archive.infolist():
-                    _check_size(archive, member)
+                    check_size(archive, member)
                 raw.seek(0)
                 with np.load(raw, allow_pickle=False) as file:
                     arrays = {name: file[name] for name in file.files}
@@ -54,6 +54,7 @@ class NpzTrace(Trace):
         token_ids, weights = self.arrays.get("token_ids"), self.arrays.get("weights")
         prompt_len, conversation = self.arrays.get("prompt_len"), self.arrays.get("conversation")
         category = self.arrays.get("category")
+        width = experts.shape[1] * experts.shape[2]  # -1 would not do for a sequence of no tokens
         for index, (start, stop) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)):
             yield SequenceRouting(
                 sequence=str(index),
@@ -62,12 +63,12 @@ class NpzTrace(Trace):
                 source=f"{self.path.name}:{index}",
                 prompt_tokens=None if prompt_len is None else int(prompt_len[index]),
                 token_ids=None if token_ids is None else token_ids[start:stop].astype(np.int32, copy=False),
-                experts=experts[start:stop].reshape(stop - start, -1).astype(np.int16),
-                weights=None if weights is None else weights[start:stop].reshape(stop - start, -1),
+                experts=experts[start:stop].reshape(stop - start, width).astype(np.int16),
+                weights=None if weights is None else weights[start:stop].reshape(stop - start, width),
             )
 
 
-def _check_size(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
+def check_size(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
     """Refuse a member whose header claims another size than it has, before anything is allocated by the claim."""
     with archive.open(member) as file:
         version = np.lib.format.read_magic(file)

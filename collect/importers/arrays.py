@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import TraceError
+from ..npz import check_size
 
 ZIP_MAGIC, NPY_MAGIC = b"PK\x03\x04", b"\x93NUMPY"
 
@@ -45,11 +46,13 @@ def load_npz(path: Path) -> dict[str, np.ndarray]:
         TraceError: if the file is damaged or holds an array of Python objects, which only unpickling could read.
     """
     try:
-        with path.open("rb") as raw, zipfile.ZipFile(raw):  # np.load leaves a file open that is no archive
+        with path.open("rb") as raw, zipfile.ZipFile(raw) as archive:  # np.load leaves open what is no archive
+            for member in archive.infolist():
+                check_size(archive, member)
             raw.seek(0)
             with np.load(raw, allow_pickle=False) as file:
                 return {name: file[name] for name in file.files}
-    except (OSError, ValueError, RuntimeError, zipfile.BadZipFile, EOFError, zlib.error, NotImplementedError) as error:
+    except (OSError, ValueError, RuntimeError, zipfile.BadZipFile, EOFError, zlib.error, MemoryError) as error:
         raise _unreadable(path, error) from error
 
 
@@ -85,6 +88,6 @@ def check_offsets(path: Path, offsets: np.ndarray, num_tokens: int) -> list[int]
 
 def _unreadable(path: Path, error: Exception) -> TraceError:
     text = " ".join(str(error).split())
-    if "allow_pickle" in text or "pickle" in text.lower():
+    if "pickle" in text.lower() or "Python objects" in text:
         text = "it holds an array of Python objects, which are never unpickled"
     return TraceError(f"{path.name} is no readable NumPy file ({text.rstrip('.')}); save plain arrays of numbers.")

@@ -133,8 +133,8 @@ def linked(
         report.note(f"{path.name}: {inside} sequences start behind a cached prefix, whose tokens are not in the dump.")
     for number, sequence in enumerate(sequences):
         token_ids, ids = (np.concatenate(items) for items in zip(*sequence.parts, strict=True))
-        absent = np.any(ids < 0, axis=2, keepdims=True)[:, :, 0]
-        some, every = absent.max(axis=1), absent.min(axis=1)
+        flat = ids.reshape(len(ids), -1)
+        some, every = flat.min(axis=1) < 0, flat.max(axis=1) < 0
         report.drop(NOT_FORWARDED, int(every.sum()))
         report.drop(INCOMPLETE_TOKEN, int((some & ~every).sum()))
         row = SequenceRouting(
@@ -142,6 +142,6 @@ def linked(
             source=f"{path.name}:{sequence.place}" + (f", from position {sequence.start}" if sequence.start else ""),
             prompt_tokens=sequence.prompt,
             token_ids=token_ids,
-            experts=ids.reshape(len(ids), -1).astype(np.int16),
+            experts=flat.astype(np.int16),
         )
         yield from cut_tokens(row, ~some)
