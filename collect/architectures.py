@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from .anatomy import describe_parts, passes_of, reads_text
 from .errors import ModelError
 from .kinds import kind_named, kind_of
 from .topology import STACKS, MoeLayer, MoeTopology, Stack
@@ -22,9 +23,13 @@ from .topology import STACKS, MoeLayer, MoeTopology, Stack
 INFLATED = "foregate_inflated"  # in a config: {width setting: times that it was multiplied}
 
 
+ROUTER_TOP_K = {"PhimoeTopKRouter": 2}
+"""Routers whose k is not what they say: class name -> k."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoeModule:
-    """Point at one MoE layer of a model."""
+    """Point at one MoE layer of a model: one call of one experts module in each forward."""
 
     name: str
     """Path of the experts module, as model.layers.0.mlp.experts."""
@@ -32,37 +37,46 @@ class MoeModule:
     """How its experts are laid out and called: a key of `kinds.KINDS`."""
     layer: MoeLayer
     """Its place, size and top-k."""
+    call: int = 0
+    """Which call of the module in a forward this is; above 0 in a looped block only."""
+    num_calls: int = 1
+    """Calls of the module in a forward, each a MoE layer of its own."""
+    home: int
+    """MoE layer that its experts belong to: its own index, or an earlier one that has the same parameters."""
 
 
 def find_moe_modules(model: nn.Module) -> list[MoeModule]:
-    """List the MoE layers of a model, encoder before decoder, in block order.
+    """List the MoE layers that text passes, encoder before decoder, in the order in which a forward calls them.
 
     Raises:
         ModelError: if no routed experts are found; the message names what was found instead.
     """
-    config = getattr(model, "config", None)
-    paired = bool(getattr(config, "is_encoder_decoder", False))
-    found = []
-    for name, module in model.named_modules():
-        name_of_kind = kind_of(module)
-        if name_of_kind is None:
-            continue
-        kind = kind_named(name_of_kind)
-        parent = model.get_submodule(name.rpartition(".")[0])
+    config = _text_config(getattr(model, "config", None))
+    named = [(name, module, kind) for name, module in model.named_modules() if (kind := kind_of(module)) is not None]
+    inside = [item for item in named if reads_text(item[0])]
+    if not inside:
+        raise ModelError(_unknown(model, [name for name, *_ in named]))
+    paired = {"encoder", "decoder"} <= {part for name, *_ in inside for part in name.split(".")}
+    paired = paired or bool(getattr(config, "is_encoder_decoder", False))
+    found: list[MoeModule] = []
+    for name, module, kind_name in inside:
+        kind, block = kind_named(kind_name), _block(name)
         stack: Stack = "causal"
         if paired:
             stack = "decoder" if "decoder" in name.split(".") else "encoder"
         num_experts = kind.num_experts(module)
-        top_k = kind.top_k(module) or _top_k(parent, config, num_experts)
-        layer = MoeLayer(stack=stack, block=_block(name), num_experts=num_experts, top_k=top_k)
-        found.append(MoeModule(name=name, kind=kind.name, layer=layer))
-    if not found:
-        kinds = sorted({type(module).__name__ for module in model.modules() if "MLP" in type(module).__name__})
-        raise ModelError(
-            f"{type(model).__name__} has no MoE layers that foregate knows (its feed-forward modules: "
-            f"{', '.join(kinds) or 'none'}); give a mixture-of-experts model such as Qwen3-MoE, Mixtral or Switch."
-        )
-    return sorted(found, key=lambda item: STACKS.index(item.layer.stack))  # stable: block order inside a stack
+        top_k = kind.top_k(module) or _top_k(model.get_submodule(name.rpartition(".")[0]), config, num_experts)
+        layer = MoeLayer(stack=stack, block=block, num_experts=num_experts, top_k=top_k)
+        num_calls = passes_of(config, block)
+        for call in range(num_calls):
+            item = MoeModule(name=name, kind=kind_name, layer=layer, call=call, num_calls=num_calls, home=-1)
+            found.append(item)
+    return _with_homes(model, _in_order(found))
+
+
+def left_as_they_are(model: nn.Module) -> list[str]:
+    """List the experts modules that text does not pass: they are neither recorded nor offloaded."""
+    return [name for name, module in model.named_modules() if kind_of(module) is not None and not reads_text(name)]
 
 
 def expert_tensors(module: nn.Module, kind: str, expert: int) -> dict[str, torch.Tensor]:
@@ -137,15 +151,47 @@ def _block(name: str) -> int:
     return int(numbers[0]) if numbers else 0
 
 
+def _in_order(found: list[MoeModule]) -> list[MoeModule]:
+    """Put layers in the order of their calls: a loop runs all its blocks before its next pass."""
+    looped = [index for index, item in enumerate(found) if item.num_calls > 1]
+    if looped:
+        first, last = looped[0], looped[-1] + 1
+        found = [*found[:first], *sorted(found[first:last], key=lambda item: item.call), *found[last:]]
+    return sorted(found, key=lambda item: STACKS.index(item.layer.stack))  # stable: block order inside a stack
+
+
+def _with_homes(model: nn.Module, found: list[MoeModule]) -> list[MoeModule]:
+    """Note which layers share their parameters: tied modules, and the calls of a loop."""
+    homes: dict[Any, int] = {}
+    items = []
+    for index, item in enumerate(found):
+        stored = kind_named(item.kind).stored(model.get_submodule(item.name))
+        key = tuple(map(id, stored.values())) or item.name  # by name where a store took the parameters away
+        items.append(replace(item, home=homes.setdefault(key, index)))
+    return items
+
+
+def _unknown(model: nn.Module, outside: list[str]) -> str:
+    where = f", only in parts that text does not pass ({', '.join(outside[:3])})" if outside else ""
+    return (
+        f"{type(model).__name__} has no MoE layers that foregate knows{where} ({describe_parts(model)}); give a "
+        "mixture-of-experts model such as Qwen3-MoE, Mixtral or Switch, or register its kind of experts "
+        "(README, Adding an architecture)."
+    )
+
+
 def _top_k(parent: nn.Module, config: Any, num_experts: int) -> int:
     """Find k at the router beside the experts; a config's value may differ from what its router does."""
+    for module in parent.modules():
+        if type(module).__name__ in ROUTER_TOP_K:
+            return ROUTER_TOP_K[type(module).__name__]
     for module in parent.modules():
         for name in ("top_k", "num_experts_per_tok", "moe_top_k"):
             value = getattr(module, name, None)
             if isinstance(value, int) and 1 <= value <= num_experts:
                 return value
-    for name in ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k"):
-        value = getattr(_text_config(config), name, None)
+    for name in ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "top_k"):
+        value = getattr(config, name, None)
         if isinstance(value, int) and 1 <= value <= num_experts:
             return value
     raise ModelError(

@@ -7,7 +7,7 @@ rows; a generation calls it once with B * P rows for the prompts and then once p
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,7 +15,8 @@ from .errors import ModelError
 from .recorder import LayerRouting
 from .topology import MoeTopology, Stack
 
-# B batch, P prompt tokens (padded), G generated tokens (padded), T tokens of one sequence, W columns of a trace row
+# B batch, P prompt tokens (padded), G generated tokens (padded), T tokens of one sequence, W columns of a trace row,
+# S scores of one
 
 
 class Recorded(NamedTuple):
@@ -27,6 +28,8 @@ class Recorded(NamedTuple):
     """int16 [T, W]."""
     weights: np.ndarray
     """float32 [T, W]."""
+    scores: np.ndarray | None = None
+    """float32 [T, S], the layers' scores side by side; None where not recorded."""
 
 
 def record_forward(
@@ -39,11 +42,12 @@ def record_forward(
     """
     layers = [routing[index] for index in topology.layers_of(stack)]
     _expect(topology, layers, stack, (ids_BP.size,))
-    experts_BPW, weights_BPW = _columns([layer.by_call()[0] for layer in layers], ids_BP.shape)
-    return [
-        Recorded(ids[mask].astype(np.int32), experts[mask], weights[mask])
-        for ids, mask, experts, weights in zip(ids_BP, mask_BP, experts_BPW, weights_BPW, strict=True)
-    ]
+    columns = _columns([layer.by_call()[0] for layer in layers], ids_BP.shape)
+    recorded = []
+    for row, (ids, mask) in enumerate(zip(ids_BP, mask_BP, strict=True)):
+        parts: list[Any] = [None if part is None else part[row][mask] for part in columns]
+        recorded.append(Recorded(ids[mask].astype(np.int32), *parts))
+    return recorded
 
 
 def record_generation(
@@ -83,19 +87,23 @@ def record_generation(
     recorded = []
     for index in range(batch):
         mask, length = mask_BP[index], int(lengths_B[index])
-        experts, weights = (
-            np.concatenate([prompts[part][index][mask], *(step[part][index][None] for step in steps[:length])])
-            for part in (0, 1)
-        )
+        parts: list[Any] = [
+            None
+            if prompt is None
+            else np.concatenate([prompt[index][mask], *(step[part][index][None] for step in steps[:length])])
+            for part, prompt in enumerate(prompts)
+        ]
         token_ids = np.concatenate([ids_BP[index][mask], generated_BG[index, :length]]).astype(np.int32)
-        recorded.append(Recorded(token_ids, experts, weights))
+        recorded.append(Recorded(token_ids, *parts))
     return recorded
 
 
-def _columns(calls: Sequence[tuple[np.ndarray, np.ndarray]], shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Put the layers of one call side by side: experts and weights [*shape, W]."""
-    experts, weights = (np.concatenate([call[part] for call in calls], axis=1) for part in (0, 1))
-    return experts.reshape(*shape, -1), weights.reshape(*shape, -1)
+def _columns(calls: Sequence[tuple[np.ndarray | None, ...]], shape: tuple[int, ...]) -> list[Any]:
+    """Put the layers of one call side by side: experts and weights [*shape, W], scores [*shape, S] or None."""
+    return [
+        None if any(values is None for values in part) else np.concatenate(part, axis=1).reshape(*shape, -1)
+        for part in zip(*calls, strict=True)
+    ]
 
 
 def _expect(topology: MoeTopology, layers: Sequence[LayerRouting], stack: Stack, calls: tuple[int, ...]) -> None:
@@ -103,8 +111,8 @@ def _expect(topology: MoeTopology, layers: Sequence[LayerRouting], stack: Stack,
         if layer.calls != calls:
             raise ModelError(
                 f"MoE layer {index} ({stack}) was called {len(layer.calls)} times with {_few(layer.calls)} rows, "
-                f"expected {len(calls)} times with {_few(calls)}; a family that loops over its layers or splits its "
-                "tokens cannot be recorded by sequence."
+                f"expected {len(calls)} times with {_few(calls)}; a family that splits its tokens cannot be recorded "
+                "by sequence."
             )
 
 

@@ -2,7 +2,8 @@
 
 A causal model runs one forward over the texts, or a generation after them. An encoder-decoder model gives two rows for
 each piece: the encoder's for the text, and the decoder's for its target text (teacher forcing), for what it generates,
-or, without either, for its start token alone.
+or, without either, for its start token alone. A model that refines a canvas of tokens gives the canvas as its decoder's
+row: random tokens, which is where refining starts, after the target text where there is one.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from transformers import GenerationConfig
 
+from .anatomy import text_model
 from .assembly import Recorded, record_forward, record_generation
 from .batches import Piece, pad
 from .errors import SettingError
@@ -63,13 +65,18 @@ class Passes:
         *,
         text: bool = False,
     ) -> None:
-        self.model, self.recorder, self.tokenizer = model, recorder, tokenizer
+        self.model, self.recorder, self.tokenizer = text_model(model), recorder, tokenizer
         self.generation, self.text = generation, text
-        self.paired = bool(model.config.is_encoder_decoder)
+        self.paired = "encoder" in recorder.topology.stacks
+        self.canvas_length: int | None = getattr(model.config, "canvas_length", None)
+        if generation is not None and (self.canvas_length or not self.model.can_generate()):
+            how = "refines a canvas of tokens" if self.canvas_length else "does not generate"
+            raise SettingError(f"generate must be 0 for {type(model).__name__}, which {how}; record a plain forward.")
         self.device = next(model.parameters()).device
-        end_ids = model.generation_config.eos_token_id
+        own: Any = self.model.generation_config or GenerationConfig()  # None where a model does not generate
+        end_ids = own.eos_token_id
         self.end_ids: list[int] = end_ids if isinstance(end_ids, list) else [] if end_ids is None else [end_ids]
-        known = (tokenizer.pad_token_id, model.generation_config.pad_token_id, *self.end_ids, 0)
+        known = (tokenizer.pad_token_id, own.pad_token_id, *self.end_ids, 0)
         self.pad_id = next(value for value in known if value is not None)
 
     def __call__(self, batch: Sequence[Piece], number: int) -> list[list[SequenceRouting]]:
@@ -102,8 +109,6 @@ class Passes:
         topology = self.recorder.topology
         ids_BP, mask_BP = pad([piece.token_ids for piece in batch], self.pad_id, "right")
         ids, mask = self._tensor(ids_BP), self._tensor(mask_BP).long()
-        start = self.model.generation_config.decoder_start_token_id
-        start = self.model.config.decoder_start_token_id if start is None else start
         prompts: list[int | None] = [None] * len(batch)
         if self.generation:
             output_BG = self._generate(number, input_ids=ids, attention_mask=mask)
@@ -114,15 +119,12 @@ class Passes:
             )
             prompts = [1] * len(batch)
         else:
-            inputs = [[start, *(piece.target_ids or [start])[:-1]] for piece in batch]
+            inputs = [self._decoder_input(piece, number) for piece in batch]
             decoder_BT, decoder_mask_BT = pad(inputs, self.pad_id, "right")
-            self.model(
-                input_ids=ids,
-                attention_mask=mask,
-                decoder_input_ids=self._tensor(decoder_BT),
-                decoder_attention_mask=self._tensor(decoder_mask_BT).long(),
-                use_cache=False,
-            )
+            decoder: dict[str, Any] = {"decoder_input_ids": self._tensor(decoder_BT)}
+            if self.canvas_length is None:  # a canvas has no padding, and needs the cache that its prompt fills
+                decoder |= {"decoder_attention_mask": self._tensor(decoder_mask_BT).long(), "use_cache": False}
+            self.model(input_ids=ids, attention_mask=mask, **decoder)
             routing = self.recorder.take()
             decoded = record_forward(topology, routing, "decoder", decoder_BT, decoder_mask_BT)
         encoded = record_forward(topology, routing, "encoder", ids_BP, mask_BP)
@@ -130,6 +132,17 @@ class Passes:
             [self._row(piece, left, None, "encoder"), self._row(piece, right, prompt, "decoder")]
             for piece, left, right, prompt in zip(batch, encoded, decoded, prompts, strict=True)
         ]
+
+    def _decoder_input(self, piece: Piece, number: int) -> list[int]:
+        """Give what the decoder reads: the target text after the start token, or a canvas that the target begins."""
+        target = piece.target_ids or []
+        if self.canvas_length is None:
+            start = self.model.generation_config.decoder_start_token_id
+            start = self.model.config.decoder_start_token_id if start is None else start
+            return [start, *(target or [start])[:-1]]
+        generator = np.random.default_rng((number, *piece.sequence.encode()))
+        vocab_size = int(self.model.config.get_text_config().vocab_size)
+        return [*target, *generator.integers(0, vocab_size, self.canvas_length).tolist()][: self.canvas_length]
 
     def _generate(self, number: int, **inputs: torch.Tensor) -> np.ndarray:
         assert self.generation is not None
@@ -157,6 +170,7 @@ class Passes:
             token_ids=recorded.token_ids,
             experts=recorded.experts,
             weights=recorded.weights.astype(np.float32, copy=False),
+            scores=recorded.scores,
             group=piece.group,
             category=piece.document.category,
             source=piece.document.source,

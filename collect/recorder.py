@@ -8,6 +8,7 @@ Resident and offloaded models record alike: the ids are seen before any expert's
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from types import TracebackType
@@ -18,10 +19,13 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from .architectures import MoeModule, find_moe_modules
+from .architectures import MoeModule, find_moe_modules, left_as_they_are
 from .errors import ModelError
 from .kinds import kind_named
+from .selection import SelectionWatch, wrongly_chosen
 from .topology import MoeTopology
+
+log = logging.getLogger(__name__)
 
 Note = Callable[[Sequence[Any]], None]
 
@@ -32,16 +36,29 @@ class LayerRouting(NamedTuple):
     """Hold what one MoE layer's experts were called with."""
 
     experts: np.ndarray
-    """int16 [N, k], router order, all calls one after the other; -1 = dropped by capacity."""
+    """int16 [N, k], router order, all calls one after the other; -1 = dropped or skipped."""
     weights: np.ndarray
     """float32 [N, k]; 0 where dropped."""
     calls: tuple[int, ...]
     """Rows of each call."""
+    scores: np.ndarray | None = None
+    """float32 [N, E], what the router's top-k chose from; None where not recorded."""
 
-    def by_call(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Split into one (experts, weights) pair per call, as views."""
+    def by_call(self) -> list[tuple[np.ndarray, np.ndarray, np.ndarray | None]]:
+        """Split into one (experts, weights, scores) per call, as views."""
         bounds = np.cumsum([0, *self.calls]).tolist()
-        return [(self.experts[a:b], self.weights[a:b]) for a, b in pairwise(bounds)]
+        return [
+            (self.experts[a:b], self.weights[a:b], None if self.scores is None else self.scores[a:b])
+            for a, b in pairwise(bounds)
+        ]
+
+
+class _Call(NamedTuple):
+    """Hold one call of an experts module, on the model's device."""
+
+    ids: torch.Tensor
+    weights: torch.Tensor
+    scores: torch.Tensor | None
 
 
 class RoutingRecorder:
@@ -53,39 +70,50 @@ class RoutingRecorder:
 
     Args:
         model: a transformers model; only its experts modules are touched.
+        scores: record what each router's top-k chose from, too.
 
     Raises:
         ModelError: if the model has no MoE layers that can be recorded.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, scores: bool = False) -> None:
         self.modules: list[MoeModule] = find_moe_modules(model)
         self.topology = MoeTopology(layers=tuple(item.layer for item in self.modules))
         self._model = model
         self._handles: list[RemovableHandle] = []
-        self._calls: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in self.modules]
+        self._calls: list[list[_Call]] = [[] for _ in self.modules]
+        self._turns: dict[str, int] = {}  # of looped modules: calls in this forward
+        self._watch = SelectionWatch() if scores else None
+        for name in left_as_they_are(model):
+            log.info("%s is not recorded: text does not pass it", name)
 
     def __enter__(self) -> RoutingRecorder:
         assert not self._handles, "this recorder is recording already"
-        for index, item in enumerate(self.modules):
-            module = self._model.get_submodule(item.name)
-            router = kind_named(item.kind).router(module)
-            note = self._note(index, module)
+        for name in dict.fromkeys(item.name for item in self.modules):
+            module = self._model.get_submodule(name)
+            layers = [index for index, item in enumerate(self.modules) if item.name == name]
+            router = kind_named(self.modules[layers[0]].kind).router(module)
+            note = self._note(layers, module)
             if router is None:
                 self._handles.append(module.register_forward_pre_hook(_on_call(note), with_kwargs=True))
             else:
                 self._handles.append(router.register_forward_hook(_on_output(note)))
+        if self._watch is not None:
+            self._watch.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if self._watch is not None and self._handles:
+            self._watch.__exit__(kind, error, traceback)
         while self._handles:
             self._handles.pop().remove()
         self.clear()
 
     def clear(self) -> None:
         """Forget what was recorded since the last take()."""
+        self._turns.clear()
         for calls in self._calls:
             calls.clear()
 
@@ -93,7 +121,7 @@ class RoutingRecorder:
         """Give the routing since the last take(), one entry per MoE layer in topology order, and forget it.
 
         Raises:
-            ModelError: if a layer's experts were not called at all.
+            ModelError: if a layer's experts were not called at all, or recorded scores do not give the recorded ids.
         """
         silent = [item for item, calls in zip(self.modules, self._calls, strict=True) if not calls]
         if silent:
@@ -103,25 +131,64 @@ class RoutingRecorder:
                 f"MoE layer {index} ({silent[0].name}) recorded nothing, like {len(silent)} of {len(self.modules)} "
                 "layers in all; run a whole forward of the model before taking its routing."
             )
-        routing = [_layer_routing(calls) for calls in self._calls]
-        self.clear()
-        return routing
+        try:
+            return [self._layer_routing(index) for index in range(len(self.modules))]
+        finally:
+            self.clear()
 
-    def _note(self, index: int, experts: nn.Module) -> Note:
-        item, calls = self.modules[index], self._calls[index]
+    def _note(self, layers: list[int], experts: nn.Module) -> Note:
+        """Give what notes the calls of a module; a looped one has a layer for each call of a forward, in turn."""
+        item = self.modules[layers[0]]
         kind = kind_named(item.kind)
 
         def note(values: Sequence[Any]) -> None:
+            turn = 0
+            if layers[0] == 0 and item.num_calls == 1:
+                self._turns.clear()  # a forward begins, also after one that an error ended inside of a loop
+            if item.num_calls > 1:
+                turn = self._turns.get(item.name, 0)
+                self._turns[item.name] = (turn + 1) % item.num_calls
             ids, weights = kind.routing(experts, values)
             if ids.shape != weights.shape or ids.shape[1] != item.layer.top_k:
                 raise ModelError(
                     f"{item.name} was called with ids {tuple(ids.shape)} and weights {tuple(weights.shape)}, expected "
                     f"top-{item.layer.top_k}; this family cannot be recorded."
                 )
+            scores = None if self._watch is None else self._watch.scores_of(ids, item.layer.num_experts)
             # copied, so that a later change in place does not reach the record; int16 halves what waits on a device
-            calls.append((ids.to(torch.int16, copy=True), weights.to(torch.float32, copy=True)))
+            self._calls[layers[turn]].append(
+                _Call(ids.to(torch.int16, copy=True), weights.to(torch.float32, copy=True), scores)
+            )
 
         return note
+
+    def _layer_routing(self, index: int) -> LayerRouting:
+        calls = self._calls[index]
+        scores = [call.scores for call in calls if call.scores is not None]
+        if self._watch is not None:
+            self._check(index, calls)
+        return LayerRouting(
+            torch.cat([call.ids for call in calls]).cpu().numpy(),
+            torch.cat([call.weights for call in calls]).cpu().numpy(),
+            tuple(len(call.ids) for call in calls),
+            torch.cat(scores).cpu().numpy() if scores else None,
+        )
+
+    def _check(self, index: int, calls: list[_Call]) -> None:
+        """Hold ids to the scores that they came from."""
+        where = f"MoE layer {index} ({self.modules[index].name})"
+        for call in calls:
+            if call.scores is None:
+                raise ModelError(
+                    f"{where} has no scores: its ids do not come from a top-k (but from an argmax, a table of token "
+                    "ids or a kernel); record this model without scores."
+                )
+            wrong = wrongly_chosen(call.ids, call.scores)
+            if wrong.any():
+                raise ModelError(
+                    f"{where} recorded experts that are not those with the largest scores in {int(wrong.sum())} of "
+                    f"{len(wrong)} rows; report this model, its recording cannot be trusted."
+                )
 
 
 def _on_call(note: Note) -> Any:
@@ -136,9 +203,3 @@ def _on_output(note: Note) -> Any:
         note(output if isinstance(output, tuple) else (output,))
 
     return hook
-
-
-def _layer_routing(calls: list[tuple[torch.Tensor, torch.Tensor]]) -> LayerRouting:
-    experts = torch.cat([ids for ids, _ in calls]).cpu().numpy()
-    weights = torch.cat([weights for _, weights in calls]).cpu().numpy()
-    return LayerRouting(experts, weights, tuple(len(ids) for ids, _ in calls))

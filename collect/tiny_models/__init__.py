@@ -75,12 +75,15 @@ def build(name: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = factory.from_config(config).eval()
-        _fill_tables(model)
+        _fill(model)
         return model
 
 
-def _fill_tables(model: PreTrainedModel) -> None:
-    """Give each token id distinct experts where a table routes it, which is all zero when fresh."""
+def _fill(model: PreTrainedModel) -> None:
+    """Give what is all zero when fresh values that tell tokens apart: routers, and tables of experts by token id."""
+    for parameter in model.parameters():
+        if parameter.dim() == 2 and not parameter.any():
+            parameter.data.normal_(std=0.1)
     for name, table in model.named_buffers():
         if name.endswith(".tid2eid"):
             table.copy_(torch.rand(len(table), model.config.n_routed_experts).argsort(-1)[:, : table.shape[1]])

@@ -56,7 +56,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "encoder_config": {**_OCR["encoder_config"], "num_key_value_heads": 4, "vocab_size": 8},
         },
     },
-    "diffusion_gemma": {"canvas_length": 16, "vision_config": {"position_embedding_size": 64}},
+    "diffusion_gemma": {
+        "text_config": {"layer_types": ["sliding_attention", "full_attention"]},
+        "canvas_length": 16,
+        "vision_config": {"position_embedding_size": 64},
+    },
     "dots3_note": {
         "text_config": {**_SECOND_SPARSE, "num_key_value_heads": 4, "layer_types": ["indexed_attention"] * 3},
         "vision_config": {"mlp_layer_types": ["sparse"]},
@@ -80,13 +84,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         },
         "audio_config": None,
     },
-    "glm4v_moe": {"text_config": {"rope_parameters": {**_MROPE, "partial_rotary_factor": 1.0}}},
+    "glm4v_moe": {"text_config": {**_SECOND_SPARSE, "rope_parameters": {**_MROPE, "partial_rotary_factor": 1.0}}},
     "glm5_next": {
         "text_config": {
+            **_SECOND_SPARSE,
             "num_key_value_heads": 4,
             "hc_mult": 2,
             "qk_rope_head_dim": 0,
-            "layer_types": ["indexed_attention", "linear_attention"],
+            "layer_types": ["indexed_attention", "linear_attention", "indexed_attention"],
         }
     },
     "hy_v4_vl": {
@@ -103,11 +108,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "inkling2_loop": {
         "text_config": {
             **_INKLING,
-            "num_hidden_layers": 3,
-            "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"],
+            "num_hidden_layers": 4,
+            "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding", "hybrid"],
             "n_layers_per_attn_res_block": 1,
             "loop_layer_index_start": 1,
-            "loop_layer_index_end": 2,
+            "loop_layer_index_end": 3,
             "loop_gate_rank": 4,
         },
         "vision_config": {"posemb_grid_size": 4},
@@ -122,7 +127,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         },
         "projector_hidden_size": 32,
     },
-    "mistral_large4": {"text_config": {"num_key_value_heads": 4}},
+    "mistral_large4": {"text_config": {**_SECOND_SPARSE, "num_key_value_heads": 4}},
     "muse_spark": {
         "text_config": {"moe_hidden_size": 16},
         "vision_config": {"pos_emb_height": 4, "pos_emb_width": 4},
@@ -140,7 +145,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "accept_hidden_layer": 1,
             "spatial_merge_size": 2,  # the talker asks its config for what this version leaves out of it
         },
-        "thinker_config": {"vision_config": {"deepstack_visual_indexes": [0]}, "audio_config": _SPEECH},
+        "thinker_config": {
+            "vision_config": {"deepstack_visual_indexes": [0]},
+            "audio_config": _SPEECH,
+            "vision_start_token_id": 300,
+        },
         "code2wav_config": {
             "codebook_size": 16,
             "num_quantizers": 4,
