@@ -76,8 +76,9 @@ class RowCheck:
         elif kind == "normalized" and values.size:
             starts = self.columns[row.stack].bounds[:-1]
             sums = np.add.reduceat(values, starts, axis=1)
-            whole = np.minimum.reduceat(row.experts, starts, axis=1) >= 0  # dropped experts take their weight along
-            wrong = whole & (np.abs(sums - 1) > WEIGHT_SLACK)
+            wrong = np.abs(sums - 1) > WEIGHT_SLACK
+            if row.experts.min() < 0:  # dropped experts take their weight along
+                wrong &= np.minimum.reduceat(row.experts, starts, axis=1) >= 0
             if wrong.any():
                 token, layer = np.argwhere(wrong)[0]
                 yield (
@@ -92,16 +93,33 @@ class RowCheck:
             yield out_of_range
         elif (experts == -1).all():
             yield "all its experts are -1, nothing was recorded"
-        for layer, (start, stop) in zip(columns.layers, pairwise(columns.bounds), strict=True):
-            ids = np.sort(experts[:, start:stop], axis=1)
-            twice = ((ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] >= 0)).any(axis=1)
-            if twice.any():
-                token = int(np.argmax(twice))
-                yield (
-                    f"experts {experts[token, start:stop].tolist()} at token {token}, MoE layer {layer}, are not "
-                    f"distinct ({int(twice.sum())} such tokens)"
-                )
-                break
+        layer, twice_T = self._first_repeat(row)
+        if layer is not None:
+            token, start, stop = int(np.argmax(twice_T)), columns.bounds[layer], columns.bounds[layer + 1]
+            yield (
+                f"experts {experts[token, start:stop].tolist()} at token {token}, MoE layer {columns.layers[layer]}, "
+                f"are not distinct ({int(twice_T.sum())} such tokens)"
+            )
+
+    def _first_repeat(self, row: SequenceRouting) -> tuple[int | None, np.ndarray]:
+        """Find the first layer of the row's stack in which a token has an expert twice, and the tokens [T] that do.
+
+        Comparing each column with those behind it takes 25 microseconds for 128 tokens of 6 layers, top-4; sorting 90.
+        """
+        columns, ids_WT = self.columns[row.stack], np.ascontiguousarray(row.experts.T)
+        ends_W = np.repeat(columns.bounds[1:], np.diff(columns.bounds))
+        pairs = []
+        for distance in range(1, int(np.diff(columns.bounds).max())):
+            first = np.flatnonzero(np.arange(len(ends_W)) + distance < ends_W)
+            ids = ids_WT[first]
+            same = (ids == ids_WT[first + distance]) & (ids >= 0)
+            if same.any():
+                pairs += [(int(first[place]), same[place]) for place in np.flatnonzero(same.any(axis=1))]
+        if not pairs:
+            return None, np.zeros(row.num_tokens, bool)
+        layers = [int(np.searchsorted(columns.bounds, column, side="right")) - 1 for column, _ in pairs]
+        layer = min(layers)
+        return layer, np.any([same for found, (_, same) in zip(layers, pairs, strict=True) if found == layer], axis=0)
 
     def _scores(self, row: SequenceRouting) -> Iterator[str]:
         """Hold the ids to the scores that they were chosen from; among equal scores any may be chosen."""

@@ -1,9 +1,9 @@
 """What recording costs: the same batches with and without recorder and writer, in turns. Knows no command line.
 
 The recorded arm is what `foregate collect` runs: recorder, assembly of rows, checks, writer thread, shards on disk,
-until the trace is closed. The plain arm runs the same forwards over the same ids. Both run in one process and in turns, and
-each round gives one ratio, so that whatever else the machine does meets both alike. CPU time, of all threads, is given
-beside the time that passed: it hardly depends on what else runs.
+until the trace is closed. The plain arm runs the same forwards over the same ids. Both run in one process and in turns,
+and each round gives one ratio, so that whatever else the machine does meets both alike. CPU time, of all threads, is
+given beside the time that passed: it hardly depends on what else runs.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ def bench(settings: RecordBench, clock: Clock | None = None) -> dict[str, Any]:
         model, tokenizer = load_pretrained(_folder(settings.model), device=settings.device)
         if model.config.is_encoder_decoder:
             raise SettingError(f"model must be a causal one, got {settings.model}, an encoder-decoder.")
-        vocab_size = int(model.get_input_embeddings().weight.shape[0])
+        embeddings: Any = model.get_input_embeddings()
+        vocab_size = int(embeddings.num_embeddings)
         pieces = _pieces(settings, vocab_size)
         with RoutingRecorder(model) as recorder:
             header = TraceHeader(
