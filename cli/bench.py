@@ -15,7 +15,9 @@ from .options import settings_from, settings_parser
 
 # file of runtime/bench/: its settings class
 BENCHMARKS: dict[str, str] = {
+    "hardware": "HardwareBench",
     "record": "RecordBench",
+    "simulate": "SimulateBench",
 }
 
 

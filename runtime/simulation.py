@@ -17,8 +17,10 @@ from ..collect.topology import MoeTopology
 from .cache import ExpertCache
 from .compiled import replays
 from .events import Events
+from .hardware import HardwareProfile
 from .policies.registry import PolicySetting, check_policies, make_policy
 from .replay import recovered_share
+from .time_model import EventCosts, ModelSizes, event_costs, limit_s, perfect_prefetch_time, replay_time
 
 EARLY_SHARE = 0.2  # of the events, where a static policy is given no load of others
 
@@ -44,11 +46,13 @@ class PolicyResult:
     layer_accesses: np.ndarray
     """int64 [L], accesses of each MoE layer."""
     time_per_token_s: float | None = None
-    """Simulated seconds per token; None without a machine or without the sizes of the model."""
+    """Simulated seconds per token; None without a machine or without the sizes of the model, as all that follows."""
     stall_s: float | None = None
-    """Simulated seconds that compute waited for experts, in all; None as above."""
+    """Simulated seconds that compute waited for experts, in all."""
     measured_over_limit: float | None = None
-    """Simulated time over max(resident compute, Belady misses x seconds per block); None as above."""
+    """Simulated time over max(resident compute, Belady misses x seconds per block)."""
+    prefetched_time_per_token_s: float | None = None
+    """Simulated seconds per token if each forward knew its misses from its start; see `perfect_prefetch_time`."""
 
     @property
     def miss_rate(self) -> float:
@@ -135,6 +139,8 @@ def simulate(
     *,
     load: np.ndarray | None = None,
     seed: int = 0,
+    hardware: HardwareProfile | None = None,
+    sizes: ModelSizes | None = None,
 ) -> dict[str, PolicyResult]:
     """Replay policies over the same events and give their results by name, in the order asked for.
 
@@ -146,6 +152,8 @@ def simulate(
         load: uses of each expert [all experts] that a static policy is fitted on, from `load_of` other events; by
             default the first EARLY_SHARE of these, which is then also replayed.
         seed: of what is drawn.
+        hardware: machine that times are given for; they need sizes too.
+        sizes: of the model; by default what the topology knows.
 
     Raises:
         SettingError: if there is no such policy, or the capacity is not positive.
@@ -157,6 +165,8 @@ def simulate(
     }
     lru, belady = int(counts["lru"].sum()), int(counts["belady"].sum())
     layer_accesses = _per_layer(events, events.needs, topology)
+    sizes = sizes or ModelSizes.of(topology)
+    costs = None if hardware is None or sizes.missing else event_costs(events, topology, sizes, hardware)
     results = {}
     for name in policies:
         misses = int(counts[name].sum())
@@ -169,8 +179,20 @@ def simulate(
             event_misses=counts[name],
             layer_misses=_per_layer(events, counts[name], topology),
             layer_accesses=layer_accesses,
+            **({} if costs is None else _times(costs, counts[name], counts["belady"])),
         )
     return results
+
+
+def _times(costs: EventCosts, misses: np.ndarray, belady: np.ndarray) -> dict[str, float | None]:
+    time = replay_time(costs, misses)
+    limit = limit_s(costs, belady)
+    return {
+        "time_per_token_s": time.per_token_s,
+        "stall_s": time.stall_s,
+        "measured_over_limit": time.seconds / limit if limit else None,
+        "prefetched_time_per_token_s": perfect_prefetch_time(costs, misses).per_token_s,
+    }
 
 
 def _per_layer(events: Events, counts: np.ndarray, topology: MoeTopology) -> np.ndarray:
