@@ -1,9 +1,11 @@
 """What prefetching, a better cache and both can gain over LRU on demand, from a few numbers. Knows no traces or files.
 
-Per token: compute takes C seconds, one read b, a policy misses M experts. On demand every read is waited for: C + M b.
-A prefetch hides reads behind compute, at most as long as the link would idle, which is C: with perfect foresight a
-token takes max(C, M b). The limit lets Belady's misses take that path. Without sizes everything is counted in reads,
-and the gains are the largest that any machine could show:
+Per token: compute takes C seconds, one read b, a policy misses M experts. With perfect foresight a token takes
+max(C, M b): reading goes on beside compute, and neither can be shorter. The limit is that of Belady's misses. On demand
+a token takes at most C + M b, all reads waited for; where the machine is known, `runtime/time_model.py` says how much
+of them overlaps with the products of resident experts. A signal's prefetches can fill the time that the link would
+idle on demand, and hide as many reads as they name misses. Where the machine is unknown nothing is taken to overlap on
+demand, and the gains are the largest that any machine could show:
 
   prefetch   (C + M b) / max(C, M b)      <= 2,              reached where C = M b
   cache      (C + M b) / (C + B b)        <= M / B,          approached where C is small
@@ -20,7 +22,7 @@ import numpy as np
 
 
 class Misses(NamedTuple):
-    """Misses per token of the same events and capacity."""
+    """Misses (or seconds on demand) per token of three policies, on the same events at the same capacity."""
 
     lru: float
     free: float
@@ -70,36 +72,39 @@ class TokenTimes:
         return {name: 1 / seconds for name, seconds in asdict(self).items()}
 
 
-def on_demand_s(misses: float, compute_s: float, read_s: float) -> float:
-    """Give C + M b."""
-    return compute_s + misses * read_s
-
-
 def prefetched_s(misses: float, compute_s: float, read_s: float) -> float:
     """Give max(C, M b)."""
     return max(compute_s, misses * read_s)
 
 
-def signal_s(misses: float, compute_s: float, read_s: float, coverage: Coverage) -> float:
-    """Give C + M b less the reads that the signal covers when it fills the link's idle time, C, and no more."""
-    if not misses:
-        return compute_s
-    useful = coverage.at(compute_s / (misses * read_s)) * misses
-    return max(prefetched_s(misses, compute_s, read_s), on_demand_s(misses, compute_s, read_s) - useful * read_s)
+def signal_s(on_demand_s: float, misses: float, compute_s: float, read_s: float, coverage: Coverage) -> float:
+    """Give the time on demand less the reads that a signal hides when its prefetches fill the link's idle time."""
+    if not misses or not read_s:
+        return on_demand_s
+    idle_s = max(0.0, on_demand_s - misses * read_s)
+    hidden_s = coverage.at(idle_s / (misses * read_s)) * misses * read_s
+    return max(prefetched_s(misses, compute_s, read_s), on_demand_s - hidden_s)
 
 
-def token_times(misses: Misses, compute_s: float, read_s: float, coverage: Coverage) -> TokenTimes:
-    """Give the seconds per token of each way to serve the events."""
+def token_times(
+    misses: Misses, compute_s: float, read_s: float, coverage: Coverage, on_demand: Misses | None = None
+) -> TokenTimes:
+    """Give the seconds per token of each way to serve the events.
+
+    Args:
+        on_demand: seconds per token of each policy on demand; by default C + M b, without overlap.
+    """
+    waited = on_demand or Misses(*(compute_s + count * read_s for count in misses))
     return TokenTimes(
         resident=compute_s,
-        lru=on_demand_s(misses.lru, compute_s, read_s),
+        lru=waited.lru,
         lru_prefetched=prefetched_s(misses.lru, compute_s, read_s),
-        belady=on_demand_s(misses.belady, compute_s, read_s),
+        belady=waited.belady,
         limit=prefetched_s(misses.belady, compute_s, read_s),
-        free=on_demand_s(misses.free, compute_s, read_s),
-        free_signal=signal_s(misses.free, compute_s, read_s, coverage),
+        free=waited.free,
+        free_signal=signal_s(waited.free, misses.free, compute_s, read_s, coverage),
         free_prefetched=prefetched_s(misses.free, compute_s, read_s),
-        belady_signal=signal_s(misses.belady, compute_s, read_s, coverage),
+        belady_signal=signal_s(waited.belady, misses.belady, compute_s, read_s, coverage),
     )
 
 
@@ -124,7 +129,7 @@ def gains_of(times: TokenTimes) -> Gains:
 
 
 def largest_gains(misses: Misses) -> Gains:
-    """Give the gains that no machine exceeds."""
+    """Give the gains that no machine exceeds that overlaps nothing on demand."""
     if not misses.belady:
         return Gains(prefetch=1.0, cache=1.0, both=1.0)
     rate = misses.lru / misses.belady

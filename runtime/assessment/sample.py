@@ -39,6 +39,13 @@ class Sample:
         """Their tokens, summed over stacks."""
         return sum(row.num_tokens for row in self.rows)
 
+    def describe(self) -> str:
+        """Say in words what was drawn."""
+        if self.num_sequences == self.total_sequences:
+            return f"all {self.total_sequences} sequences ({self.num_tokens} tokens)"
+        tokens = f"{self.num_tokens} of {self.total_tokens} tokens"
+        return f"{self.num_sequences} of {self.total_sequences} sequences, drawn at random ({tokens})"
+
     def to_json(self) -> dict[str, Any]:
         """Say what was drawn from what."""
         return {

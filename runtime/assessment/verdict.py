@@ -43,8 +43,8 @@ class Findings:
     """Experts of the model."""
     misses: Misses
     """Per token, at that capacity."""
-    read_once: bool
-    """Whether LRU reads no expert twice."""
+    fits: bool
+    """Whether all experts that the events use fit in the slots at once."""
     free_policy: str = "lru"
     """The best policy that needs no training."""
     signal: str | None = None
@@ -108,11 +108,11 @@ def judge(found: Findings) -> Verdict:
     """Give the verdict."""
     times = found.times
     gains = largest_gains(found.misses) if times is None else gains_of(times)
-    if found.read_once:
+    if found.fits:
         gains = Gains(prefetch=1.0, cache=1.0, both=1.0)
     room = None if times is None else times.free_signal / times.limit
     attained = None if times is None else attainable(times)
-    between = None if found.read_once else worth_between(found.misses, found.coverage)
+    between = None if found.fits else worth_between(found.misses, found.coverage)
     kind, training, because = _case(found, room, attained, between)
     return Verdict(
         kind=kind,
@@ -129,7 +129,7 @@ def judge(found: Findings) -> Verdict:
 def _case(
     found: Findings, room: float | None, attained: float | None, between: list[float] | None
 ) -> tuple[Kind, bool | None, str]:
-    if found.read_once:
+    if found.fits:
         every = "everything fits" if found.capacity >= found.num_experts else "all experts that the trace uses fit"
         return "fits", False, f"{every}: each expert is read once, and there is nothing left to prefetch or to evict."
     if found.recall is not None and found.known is not None and found.recall - found.known < PREDICTABLE:

@@ -1,0 +1,95 @@
+"""Say what prefetching, caching and training can gain on a recorded model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ..collect.errors import SettingError
+
+PAGE = "assessment.html"  # its name where --out is a folder
+
+
+def parser() -> Any:
+    """Build the parser of `foregate assess`."""
+    import jsonargparse
+
+    from .hardware_options import add_hardware
+    from .options import add_json
+
+    made = jsonargparse.ArgumentParser(
+        prog="foregate assess",
+        description="Say what prefetching and caching can gain on a recorded model, and whether training is worth it.",
+    )
+    made.add_argument("trace", type=str, help="folder of a trace, or an .npz file")
+    made.add_argument(
+        "--sequences",
+        type=int,
+        default=None,
+        help="whole sequences to look at, drawn with the seed; by default as many as take about a minute",
+    )
+    made.add_argument(
+        "--as",
+        dest="reading",
+        type=str,
+        default="decode",
+        help="decode: every token a step of its own; prefill: every sequence one step; recorded: prompts as prefill "
+        "and the rest as decode",
+    )
+    made.add_argument(
+        "--capacity", type=float, default=0.25, help="experts that fit in slots: a share below 1, or a number"
+    )
+    add_hardware(made)
+    made.add_argument("--seed", type=int, default=0, help="of the draw, of random eviction and of the intervals")
+    made.add_argument(
+        "--out", type=str, default=None, help=f"HTML report to write: a file, or a folder that gets {PAGE}"
+    )
+    add_json(made)
+    return made
+
+
+def run(args: Any) -> int:
+    """Print the verdict and the numbers that it rests on; write the page where asked for."""
+    from ..collect.trace import Trace
+    from ..runtime.assessment.assess import AssessConfig, assess
+    from .hardware_options import hardware_of, sizes_of
+
+    page = None if args.out is None else page_path(args.out)
+    config = AssessConfig(sequences=args.sequences, reading=args.reading, capacity=args.capacity, seed=args.seed)
+    hardware = hardware_of(args.hardware)
+    trace = Trace.open(args.trace)
+    values = assess(trace, config, hardware, sizes_of(trace.header, args.expert_mib, args.dense_ms))
+    if page is not None:
+        from ..runtime.assessment.page import write_assessment
+
+        write_assessment(page, values)
+        values["report"] = str(page)
+    if args.json:
+        print(json.dumps(values, allow_nan=False))
+    else:
+        from ..runtime.assessment.tables import lines_of
+
+        print("\n".join(lines_of(values)))
+        if page is not None:
+            print(f"Report: {page}")
+    return 0
+
+
+def page_path(out: str) -> Path:
+    """Give the page's path: `out` itself where it ends in .html, else a file in the folder `out`, which may be new.
+
+    Raises:
+        SettingError: if its folder cannot hold it.
+    """
+    path = Path(out)
+    if path.suffix.lower() in (".html", ".htm"):
+        if path.is_dir():
+            raise SettingError(f"{path} is a folder; give --out another file or a folder without .html in its name.")
+        if not path.parent.is_dir():
+            raise SettingError(f"{path.parent} is no folder; give --out a path in an existing folder.")
+        return path
+    if path.exists() and not path.is_dir():
+        raise SettingError(f"{path} is a file; give --out a folder, or a name that ends in .html.")
+    path.mkdir(parents=True, exist_ok=True)
+    return path / PAGE
