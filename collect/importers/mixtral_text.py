@@ -1,6 +1,6 @@
 """Text files of printed tensors, one statement for the token ids and one for the experts per layer: `mixtral-text`.
 
-    input_ids: tensor([[    1,   733, 16289]], device='cuda:0')
+    input_ids: tensor([[    1,   733, 16289]], device='cuda')
     Layer 0 topk_ids: tensor([[5, 1],
             [5, 2],
             [6, 5]], device='cuda:0', dtype=torch.int32)
@@ -110,7 +110,10 @@ def _forwards(path: Path, report: ImportReport) -> Iterator[Forward]:
             tokens = _token_ids(path, line, values)
             continue
         layer = label.removeprefix(LAYER).removesuffix(TOPK_IDS)
-        if not (label.startswith(LAYER) and label.endswith(TOPK_IDS) and layer.isdecimal()) or tokens is None:
+        if (
+            not (label.startswith(LAYER) and label.endswith(TOPK_IDS) and layer.isdecimal() and len(layer) < 6)
+            or tokens is None
+        ):
             raise refuse(path, f"line {line}", f"expected 'Layer N topk_ids' behind input_ids, got {label[:40]!r}")
         report.read(len(values))
         if len(values) != len(tokens):

@@ -147,7 +147,7 @@ def _records(path: Path, report: ImportReport) -> Iterator[Row]:
 
 
 def _row(number: int, values: list[str]) -> Row | None:
-    if len(values) != len(COLUMNS) or not values[0].isdecimal() or not values[1].isdecimal():
+    if len(values) != len(COLUMNS) or not all(item.isdecimal() and len(item) < 18 for item in values[:2]):
         return None
     try:
         ids = json.loads(values[3])

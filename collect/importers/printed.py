@@ -11,7 +11,7 @@ from ..errors import TraceError
 from .contract import refuse
 from .lines import Lines
 
-OPENING = re.compile(r"^(?P<label>[^(]*?)\s*:\s*tensor\((?P<rest>.*)$")
+OPENING = re.compile(r"^(?P<label>[^(]{0,80}?)\s*:\s*tensor\((?P<rest>.*)$")
 NUMBERS = re.compile(r"[\[\]\d,\-\s]*")
 
 Nested = list  # of int, or of the like

@@ -25,6 +25,8 @@ from .report import CUT_LINE, DUPLICATE, INCOMPLETE_TOKEN, ImportReport
 from .survey import Survey
 
 KEYS = {"problem_id", "layer", "token_idx", "experts"}
+SPARSE = 4096  # token numbers beyond twice the tokens that cannot be missing ones
+
 Cells = dict[tuple[int, int], tuple[list[int], Any]]  # (layer, token): ids, weights
 
 
@@ -63,6 +65,10 @@ class SpeculativeJsonl(Importer):
         for path in paths:
             for problem, dataset, line, cells in _problems(path, report):
                 num_tokens = 1 + max(token for _, token in cells)
+                distinct = len({token for _, token in cells})
+                if num_tokens > 2 * distinct + SPARSE:
+                    place = f"problem {problem}"
+                    raise refuse(path, place, f"its token_idx runs to {num_tokens - 1}, with {distinct} tokens")
                 experts = np.full((num_tokens, len(layers), top_k), -1, np.int16)
                 weights = np.zeros(experts.shape, np.float16)
                 index = {layer: i for i, layer in enumerate(layers)}

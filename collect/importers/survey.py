@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import SettingError
+from ..errors import SettingError, TraceError
 from ..row_checks import WEIGHT_SLACK
 from ..topology import MoeLayer, MoeTopology, Stack
-from ..trace import TraceHeader, WeightsKind
+from ..trace import MAX_EXPERTS, MAX_LAYERS, TraceHeader, WeightsKind
 from .config import ImportConfig
 from .contract import refuse
 from .report import ImportReport
@@ -118,7 +118,7 @@ class Survey:
     @property
     def limit(self) -> int:
         """Ids must be below this."""
-        return 2**15 if self.config.experts is None else self.config.experts
+        return MAX_EXPERTS if self.config.experts is None else self.config.experts
 
     @property
     def weights(self) -> WeightsKind:
@@ -142,9 +142,12 @@ class Survey:
         """Make the header of a trace with equal layers at the given blocks.
 
         Raises:
+            TraceError: if a block is beyond what any model has.
             SettingError: if the config names another number of blocks.
         """
         assert self.top_k is not None
+        if blocks[-1] >= MAX_LAYERS:
+            raise TraceError(f"{self.config.source} has a layer {blocks[-1]}, legal is 0..{MAX_LAYERS - 1}; mend it.")
         experts = self.known
         if experts is None:
             experts = max(self.largest + 1, self.top_k)

@@ -145,7 +145,11 @@ def _survey(path: Path, survey: Survey) -> tuple[dict[str, Any], list[int]]:
         if value.get("type") == "meta":
             if meta and {**meta, "created_at": 0} != {**value, "created_at": 0}:
                 raise refuse(path, f"line {number}", "a second meta line contradicts the first")
-            meta = value
+            meta, named = value, value.get("layers_logged", [])
+            if not isinstance(named, list) or not all(type(layer) is int for layer in named):
+                raise refuse(
+                    path, f"line {number}", f"its layers_logged must be a list of numbers, got {str(named)[:40]}"
+                )
             top_k = meta.get("top_k")
             if type(top_k) is int and survey.top_k not in (None, top_k):
                 raise refuse(path, f"line {number}", f"its top_k is {top_k} where top-{survey.top_k} was expected")

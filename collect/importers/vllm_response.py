@@ -8,7 +8,6 @@ so rows are one fewer than tokens, or its place is filled with zeros or -1.
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -107,7 +106,7 @@ def routing_array(path: Path, place: str, key: str, value: Any) -> np.ndarray | 
         return None
     try:
         array = _decoded(value)
-    except (ValueError, TypeError, KeyError, EOFError, OverflowError, binascii.Error) as error:
+    except (ValueError, TypeError, KeyError, EOFError, OverflowError, MemoryError) as error:
         reason = "it holds Python objects" if "pickle" in str(error) else str(error)[:80].rstrip(".")
         raise refuse(path, place, f"{key} cannot be decoded ({reason})") from error
     if array.size == 0:

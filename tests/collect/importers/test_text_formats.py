@@ -57,6 +57,7 @@ CSV_REFUSED = {
     ),
     "a row twice": (TABLE + '2,0,b,"[3, 4]"\n', None),
     "a short row": (TABLE.replace("1,0,b,", "1,0,"), "row 2: it is no layer, batch, token and list"),
+    "a layer beyond all numbers": (TABLE.replace("1,0,b", "9" * 5000 + ",0,b"), "row 2: it is no layer"),
     "a layer below 0": (TABLE.replace("1,0,b", "-1,0,b"), "row 2: it is no layer"),
     "no list": (TABLE.replace("[0, 5]", "zero"), "row 2: it is no layer"),
     "top-k changes": (TABLE.replace("[0, 5]", "[0]"), "row 2: it has 1 experts where top-2"),
@@ -171,6 +172,8 @@ def test_problems_repeated_lines_and_cut_lines(imported: Import, write: Write) -
         imported(write("w.jsonl", [*PROBLEM, cell(0, 0, [1, 4])]))
     with pytest.raises(TraceError, match="line 2: it must have layer and token_idx of 0 or more"):
         imported(write("x.jsonl", [PROBLEM[0], cell(-1, 0, [1, 2])]))
+    with pytest.raises(TraceError, match="problem 0: its token_idx runs to 1099511627776, with 5 tokens"):
+        imported(write("z.jsonl", [*PROBLEM, cell(2**40, 0, [1, 4])]))
     with pytest.raises(TraceError, match="its problem_id must be a number or a string"):
         imported(write("y.jsonl", [PROBLEM[0], cell(1, 0, [1, 2], problem=[1])]))
 

@@ -95,6 +95,8 @@ REFUSED = {
     "top-k is not the meta's": ([{**META, "top_k": 3}, *TEXT], "line 2: it has 2 experts where top-3"),
     "a layer that was not logged": ([META, *forward([0, 1], layer=5)], r"layer 5, the meta line says \[3\]"),
     "a layer that is missing": ([{**META, "layers_logged": [3, 9]}, *TEXT], "layer 9 was logged, no row is of it"),
+    "layers that are no numbers": ([{**META, "layers_logged": 3}, *TEXT], "line 1: its layers_logged must be a list"),
+    "a layer beyond all models": ([route(0, [0, 1], layer=2**40)], "has a layer 1099511627776, legal is 0..16383"),
     "two meta lines": ([META, *TEXT, {**META, "seed": 9}], "line 5: a second meta line contradicts"),
     "ids twice": ([META, *forward([1, 1])], r"line 2: its experts \[1, 1\] are not distinct"),
     "a negative id": ([META, *forward([1, -4])], "expert -4 is out of range"),

@@ -92,6 +92,14 @@ def test_tokens_that_no_forward_saw_are_dropped(imported: Import, write: Write) 
     assert {name: row.num_tokens for name, row in got.rows.items()} == {"x": 3, "x~2": 3}  # neighbours stay neighbours
 
 
+def lying() -> str:
+    """Encode an array whose header claims far more than it has."""
+    file = io.BytesIO()
+    shape = (10**7, 10**7, 2)
+    np.lib.format.write_array_header_1_0(file, {"descr": "<i2", "fortran_order": False, "shape": shape})
+    return base64.b64encode(file.getvalue() + bytes(40)).decode()
+
+
 RETURNED = {
     "all zeros": ([{"routed_experts": [[[0, 0]] * 2] * 9}], "All 9 rows .* are expert 0: the capture was never bound"),
     "rows that are not the tokens'": (
@@ -107,6 +115,7 @@ RETURNED = {
     "two dimensions": ([{"routed_experts": [[0, 1]]}], "must be integers"),
     "null": ([{"routed_experts": None}], "it has no routed_experts; start vLLM with"),
     "a shape that lies": ([{"routed_experts": {**packed(IDS), "shape": [9, 9, 9]}}], "cannot be decoded"),
+    "a size that lies": ([{"routed_experts": lying()}], "cannot be decoded"),
     "a dtype of objects": ([{"routed_experts": {**packed(IDS), "dtype": "object"}}], "cannot be decoded"),
     "ids not distinct": ([{"routed_experts": [[[1, 1]], [[2, 1]]]}], "not distinct"),
 }
