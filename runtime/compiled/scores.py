@@ -46,6 +46,7 @@ def _least(scores, used, before):
 def _lfru(experts, starts, single, capacity, num_experts):
     used = np.full(num_experts, -1, np.int64)  # last event of each resident expert, -1 where absent
     uses = np.zeros(num_experts)
+    entered = np.zeros(num_experts)
     held = 0
     misses = np.zeros(len(single), np.int32)
     for event in range(len(single)):
@@ -56,6 +57,7 @@ def _lfru(experts, starts, single, capacity, num_experts):
                 misses[event] += 1
                 held += 1
                 uses[expert] = 0.0
+                entered[expert] = event
             used[expert] = event
             uses[expert] += 1.0
         before = event if single[event] and last - first <= capacity else event + 1  # who was used later is protected
@@ -63,7 +65,7 @@ def _lfru(experts, starts, single, capacity, num_experts):
             least, lowest = -1, 0.0
             for expert in range(num_experts):
                 if 0 <= used[expert] < before:
-                    score = uses[expert] / ((event + 1.0) - used[expert])
+                    score = uses[expert] / ((event + 1.0) - entered[expert])
                     if least < 0 or score < lowest:
                         least, lowest = expert, score
             used[least] = -1

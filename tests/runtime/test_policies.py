@@ -240,9 +240,12 @@ def test_lfu_counts_uses_since_an_expert_entered() -> None:
 
 
 def test_lfru_divides_uses_by_age() -> None:
-    policy = used(Lfru(TOPOLOGY), [0], [0], [0], [1], [2], [3], [4])
-    # 3 uses / (1 + 4 events ago) = .6; 1 / (1 + 3) = .25; 1 / 3; 1 / 2; 1 / 1
-    assert policy.victims(5, frozenset()) == [1, 2, 3, 0, 4]
+    policy = used(Lfru(TOPOLOGY), [0], [0, 1], [0], [2], [3], [4])
+    # 3 uses in 6 events; 1 in 5; 1 in 3; 1 in 2; 1 in 1
+    assert policy.victims(5, frozenset()) == [1, 2, 0, 3, 4]
+    policy.remove(0)
+    policy.use([0], 7)
+    assert policy.victims(5, frozenset()) == [1, 2, 3, 4, 0]  # it begins anew
 
 
 def test_static_lets_the_rest_pass_beside_the_hot() -> None:
