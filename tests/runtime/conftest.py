@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from foregate.collect import tiny_models
-from foregate.collect.architectures import topology_of
+from foregate.collect.architectures import find_moe_modules, topology_of
 from foregate.runtime.alignment import align_weights
+from foregate.runtime.layers import layer_class
 from foregate.runtime.pack import pack
 
 
@@ -61,8 +62,8 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Packed]:
         made.save_pretrained(folder / "model")
         pack(folder / "model", folder / "store")
         resident: Any = type(made).from_pretrained(folder / "model")  # some buffers stay in float32, unlike by `to`
-        if name != "switch_transformers":
-            resident.set_experts_implementation("grouped_mm")
+        for item in find_moe_modules(resident):
+            layer_class(item.kind).make_exact(resident.get_submodule(item.name))
         align_weights(resident)
         topology = topology_of(resident)
         return Packed(resident, folder / "store", topology.num_experts, topology.layers[0].top_k)

@@ -13,6 +13,7 @@ import torch
 from foregate.collect import tiny_models
 from foregate.collect.architectures import expert_tensors, find_moe_modules, topology_of
 from foregate.collect.errors import ModelError
+from foregate.collect.kinds import kind_named
 from foregate.collect.topology import MoeTopology
 from foregate.runtime.blocks import BlockLayout, fill, layout_of
 from foregate.runtime.forecast import Forecast
@@ -55,9 +56,9 @@ class Heard:
 def in_slots(module: Any, kind: str, seed: int) -> tuple[SlotArena, BlockLayout, list[int]]:
     """Put every expert of a module into a random slot of an arena."""
     layout = layout_of(expert_tensors(module, kind, 0))
-    slots = list(range(module.num_experts))
+    slots = list(range(kind_named(kind).num_experts(module)))
     Random(seed).shuffle(slots)
-    arena = SlotArena(module.num_experts, layout.nbytes)
+    arena = SlotArena(len(slots), layout.nbytes)
     for expert, slot in enumerate(slots):
         fill(arena.buffer(slot)[: layout.nbytes], layout, expert_tensors(module, kind, expert))
     return arena, layout, slots
