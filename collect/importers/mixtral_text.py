@@ -3,7 +3,7 @@
     input_ids: tensor([[    1,   733, 16289]], device='cuda')
     Layer 0 topk_ids: tensor([[5, 1],
             [5, 2],
-            [6, 5]], device='cuda:0', dtype=torch.int32)
+            [6, 5]], device='cuda', dtype=torch.int32)
     input_ids: ... Layer 1 topk_ids: ...
 
 A forward is its layers in rising order, each behind the same token ids. A forward of several tokens is a prefill and
