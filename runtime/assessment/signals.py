@@ -136,9 +136,9 @@ def free_signals(
         most_accesses: that the miss stream is measured on.
 
     Returns:
-        {"fitted_on", "measured_on" (rows), "chance", "signals": {NAME: {"recall", "interval", "coverage": see
-        `coverage_curve`}}, "reason"}; signals is empty, with the reason, where the rows have one group only or no
-        sequence of two tokens to measure on.
+        {"fitted_on", "measured_on" (rows), "chance", "fetched_per_miss" (asked for), "signals": {NAME: {"recall",
+        "interval", "coverage": see `coverage_curve`}}, "reason"}; signals is empty, with the reason, where the rows
+        have one group only or no sequence of two tokens to measure on.
     """
     fitted, measured = split(rows)
     sizes = [topology.layers[index] for index in topology.layers_of(stack)]
@@ -146,6 +146,7 @@ def free_signals(
         "fitted_on": len(fitted),
         "measured_on": len(measured),
         "chance": float(np.mean([layer.top_k / layer.num_experts for layer in sizes])),
+        "fetched_per_miss": list(FETCHED_PER_MISS),
         "signals": {},
         "reason": None,
     }
