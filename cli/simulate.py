@@ -73,11 +73,13 @@ def run(args: Any) -> int:
     from ..collect.trace import Trace
     from ..runtime.compiled import how_replayed
     from ..runtime.events import events_of
-    from ..runtime.policies.registry import check_policies
+    from ..runtime.policies.registry import SIMULATED, check_policies
     from ..runtime.simulation import simulate
 
     policies = _names(args.policies)
     check_policies(policies)
+    if not policies:
+        raise SettingError(f"policies must name at least one of {', '.join(SIMULATED)}, got nothing.")
     if args.sequences is not None and args.sequences < 1:
         raise SettingError(f"sequences must be at least 1, got {args.sequences}.")
     hardware = hardware_of(args.hardware)

@@ -101,6 +101,8 @@ def miss_counts(
     if policy == "static" and load is None:
         load = early_load(events, topology)
     check_policies([policy])
+    if capacity < 1:
+        raise SettingError(f"capacity must be at least 1 expert, got {capacity}.")
     future = (event.needed for event in events)
     setting = PolicySetting(topology=topology, capacity=capacity, future=future, load=load, seed=seed)
     quick = replays().get(policy)

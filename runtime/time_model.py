@@ -106,9 +106,8 @@ def event_costs(events: Events, topology: MoeTopology, sizes: ModelSizes, hardwa
         SettingError: if a size is not known.
     """
     if sizes.missing:
-        raise SettingError(
-            f"Simulated time needs the {' and the '.join(sizes.missing)}; give --expert-mib, --dense-ms."
-        )
+        missing = " and the ".join(sizes.missing)
+        raise SettingError(f"Simulated time needs the {missing}; give them with --expert-mib and --dense-ms.")
     assert sizes.expert_bytes is not None
     memory, rate = hardware.memory_gb_per_s * 1e9, hardware.compute_tflop_per_s * 1e12
     flop_per_byte = 2.0 / sizes.bytes_per_parameter  # and token
@@ -117,7 +116,8 @@ def event_costs(events: Events, topology: MoeTopology, sizes: ModelSizes, hardwa
     dense_bytes /= topology.num_layers
     needs = events.needs
     tokens = events.tokens.astype(np.float64)
-    per_expert = tokens * np.array([layer.top_k for layer in topology.layers])[events.layers] / needs
+    chosen = np.array([layer.top_k for layer in topology.layers])[events.layers]
+    per_expert = tokens * np.minimum(1.0, chosen / needs)  # fewer are needed than chosen where some were dropped
     return EventCosts(
         dense_s=dense_bytes * np.maximum(1 / memory, tokens * flop_per_byte / rate) + hardware.event_overhead_us * 1e-6,
         expert_s=sizes.expert_bytes * np.maximum(1 / memory, per_expert * flop_per_byte / rate),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 from foregate.collect.errors import SettingError
+from foregate.collect.topology import MoeTopology
 from foregate.runtime.cache import ExpertCache
-from foregate.runtime.policies import Lru
+from foregate.runtime.policies import LayerLru, Lru
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -44,6 +45,25 @@ def test_a_token_that_needs_more_than_fits_is_served_like_several() -> None:
     cache = used(2)
     plan = cache.event([1, 2, 3], one_token=True)
     assert plan == ([], [], [1, 2, 3], [1])
+    cache.check()
+
+
+def test_a_policy_may_cut_its_parts_though_there_is_room() -> None:
+    cache = ExpertCache(4, LayerLru(MoeTopology.uniform(2, 4, 2), 4))  # two experts for each layer
+    assert cache.event([0, 1], one_token=True).leaving == []
+    assert cache.event([2], one_token=True) == ([], [], [2], [0])
+    assert cache.event([1, 2, 3], one_token=False) == ([1, 2], [], [3], [1])
+    assert cache.event([4, 5], one_token=True).leaving == []
+    assert cache.resident == {2, 3, 4, 5}
+    cache.check()
+
+
+def test_a_token_that_needs_more_than_its_layers_share_takes_room_of_others() -> None:
+    cache = ExpertCache(3, LayerLru(MoeTopology.uniform(2, 4, 2), 3))  # two experts and one
+    cache.event([0, 1], one_token=True)
+    assert cache.event([4, 5], one_token=True).leaving == [0]
+    assert cache.event([4], one_token=True).leaving == [5]
+    assert cache.event([2, 3], one_token=True).leaving == [1]
     cache.check()
 
 
