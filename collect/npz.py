@@ -108,6 +108,11 @@ def _check(path: Path, arrays: dict[str, np.ndarray]) -> None:
             f"{path}, row {row}: expert {experts[token, layer, column]} at token {token - offsets[row]}, MoE layer "
             f"{layer}, is out of range -1..{MAX_EXPERTS - 1}; ids are logical ones, -1 where a token was dropped."
         )
+    if highest <= 0:
+        raise TraceError(
+            f"{path}, row 0: all {experts.size} choices are expert {'0' if lowest == 0 else '0 or none'}: the recording "
+            "of a router that never ran; record again."
+        )
     for name, per in (
         ("token_ids", len(experts)),
         ("weights", len(experts)),
