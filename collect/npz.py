@@ -110,8 +110,8 @@ def _check(path: Path, arrays: dict[str, np.ndarray]) -> None:
         )
     if highest <= 0:
         raise TraceError(
-            f"{path}, row 0: all {experts.size} choices are expert {'0' if lowest == 0 else '0 or none'}: the recording "
-            "of a router that never ran; record again."
+            f"{path}, row 0: all {experts.size} choices are expert {'0' if lowest == 0 else '0 or none'}: the "
+            "recording of a router that never ran; record again."
         )
     for name, per in (
         ("token_ids", len(experts)),
