@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from ..collect.anatomy import text_model
 from ..collect.architectures import find_moe_modules
 from ..collect.errors import StoreError
 from ..predictors.base import BatchPredictor, TokenPredictor
@@ -17,7 +18,7 @@ from .cache import ExpertCache
 from .clock import SystemClock
 from .config import RuntimeConfig
 from .engine import ExpertEngine
-from .layers import Place, layer_class
+from .layers import LoopedLayers, OffloadedLayer, Place, layer_class
 from .placement import slots_for
 from .policies import Lru, Predicted
 from .predictor_thread import PredictorThread
@@ -41,6 +42,7 @@ class Foregate:
 
     def __init__(self, model: nn.Module, store: ExpertStore, config: RuntimeConfig) -> None:
         self.store, self.config = store, config
+        self._hooks: list[Any] = []
         modules = find_moe_modules(model)
         if [item.name for item in modules] != store.module_names:
             raise StoreError(
@@ -132,6 +134,8 @@ class Foregate:
     def close(self) -> None:
         """Take the hooks back and join every thread; a second call does nothing."""
         self.steps.detach()
+        while self._hooks:
+            self._hooks.pop().remove()
         self.engine.close()
         self._finalizer.detach()
         self._opened.close()
@@ -183,6 +187,7 @@ class Foregate:
 
     def _attach(self, model: nn.Module) -> None:
         shared: dict[tuple[str, BlockLayout], Any] = {}
+        layers: dict[str, list[OffloadedLayer]] = {}
         for index, item in enumerate(find_moe_modules(model)):
             module: Any = model.get_submodule(item.name)
             layout = self.store.layout(index)
@@ -190,8 +195,16 @@ class Foregate:
             form, key = layer_class(item.kind), (item.kind, layout)
             if key not in shared:
                 shared[key] = form.prepare(module, layout)
-            form.attach(module, Place(index, self.engine, self.arena, layout, self.steps), shared[key])
-        self.steps.attach(model)
+            place = Place(index, self.engine, self.arena, layout, self.steps)
+            layers.setdefault(item.name, []).append(form.attach(module, place, shared[key]))
+        first: Any = model.get_submodule(next(iter(layers)))
+        for name, several in layers.items():
+            if len(several) > 1:
+                module = model.get_submodule(name)
+                module.foregate = LoopedLayers(several)
+                if module is not first:
+                    self._hooks.append(first.register_forward_pre_hook(module.foregate.reset))
+        self.steps.attach(text_model(model))
 
     def _mode(self) -> tuple[str, str]:
         if self.config.mode == "off" or self.config.predictor is None:

@@ -42,12 +42,14 @@ class StoredLayer:
     """Layout of one expert's block."""
     checksums: tuple[str, ...]
     """blake2b-128 of each expert's block, in hexadecimal."""
+    home: str = ""
+    """Experts module that the tensors are named after, where that is another one: experts that modules share."""
 
     def tensor_name(self, expert: int, name: str) -> str:
         """Name an expert's tensor in the file, as the model names it where it has a name for it."""
         from ..collect.kinds import kind_named  # brings torch
 
-        return f"{self.module}.{kind_named(self.kind).tensor_name(expert, name)}"
+        return f"{self.home or self.module}.{kind_named(self.kind).tensor_name(expert, name)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +87,7 @@ class Manifest:
                     "offset": layer.offset,
                     "layout": layer.layout.to_json(),
                     "checksums": list(layer.checksums),
+                    **({"home": layer.home} if layer.home else {}),
                 }
                 for layer in self.layers
             ],
@@ -106,6 +109,7 @@ class Manifest:
                 offset=int(item["offset"]),
                 layout=BlockLayout.from_json(item["layout"]),
                 checksums=tuple(map(str, item["checksums"])),
+                home=str(item.get("home", "")),
             )
             for item in value["layers"]
         )

@@ -50,17 +50,16 @@ def pack(model: str | Path, out: str | Path, *, trust_remote_code: bool = False)
         raise StoreError(f"{checkpoint.folder} is a packed store already; give the checkpoint it was made from.")
     skeleton = checkpoint.skeleton()
     with staged_folder(out, checkpoint.weight_bytes() + _padding_bytes(skeleton) + MARGIN_BYTES) as folder:
-        writer = _LayerWriter(folder)
+        writer = _LayerWriter(folder, skeleton)
         loaded = stream(checkpoint, writer.add)
         loaded.config.quantization_config = {"quant_method": QUANT_METHOD}
         checkpoint.save(loaded, dense_state(loaded), folder)
         topology = topology_of(checkpoint.skeleton(loaded.dtype))
-        count = topology.num_layers
         manifest = Manifest(
             fingerprint=checkpoint.fingerprint,
             topology=replace(topology, expert_bytes=writer.layers[0].layout.payload_bytes),
-            layers=tuple(writer.layers[index] for index in range(count)),
-            expert_files=tuple(_stored(folder / _file_name(index)) for index in range(count)),
+            layers=writer.all_layers(),
+            expert_files=tuple(_stored(folder / _file_name(number)) for number in range(len(writer.files))),
             dense_files=tuple(_stored(path, file_checksum(path)) for path in sorted(folder.glob("model*.safetensors"))),
             versions={name: importlib.metadata.version(name) for name in ("foregate", "torch", "transformers")},
         )
@@ -71,23 +70,40 @@ def pack(model: str | Path, out: str | Path, *, trust_remote_code: bool = False)
 
 
 class _LayerWriter:
-    """Write each MoE layer to a file of its own."""
+    """Write the experts of each MoE layer to a file of their own; layers that share experts share the file."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, skeleton: PreTrainedModel) -> None:
         self.folder = folder
+        self.modules = find_moe_modules(skeleton)
+        homes = sorted({item.home for item in self.modules})
+        self.files = {home: number for number, home in enumerate(homes)}
         self.layers: dict[int, StoredLayer] = {}
+
+    def all_layers(self) -> tuple[StoredLayer, ...]:
+        """Give the places of all layers, once their experts were added."""
+        places = []
+        for item in self.modules:
+            home = self.layers[item.home]
+            other = item.name != home.module
+            places.append(replace(home, module=item.name, home=home.module if other else ""))
+        return tuple(places)
 
     def add(self, index: int, item: MoeModule, tensors: Layer) -> None:
         kind, count = kind_named(item.kind), item.layer.num_experts
         experts = [kind.expert(tensors, expert, count) for expert in range(count)]
         layout = layout_of(experts[0])
         place = StoredLayer(
-            module=item.name, kind=item.kind, file=index, offset=0, layout=layout, checksums=("",) * len(experts)
+            module=item.name,
+            kind=item.kind,
+            file=self.files[index],
+            offset=0,
+            layout=layout,
+            checksums=("",) * len(experts),
         )
         header = _header(place)
         checksums = []
         block = bytearray(layout.nbytes)
-        with open(self.folder / _file_name(index), "wb") as file:
+        with open(self.folder / _file_name(place.file), "wb") as file:
             file.write(header)
             for expert in experts:
                 fill(block, layout, expert)
@@ -98,8 +114,8 @@ class _LayerWriter:
         self.layers[index] = replace(place, offset=len(header), checksums=tuple(checksums))
 
 
-def _file_name(layer: int) -> str:
-    return f"experts-{layer + 1:05d}.safetensors"
+def _file_name(number: int) -> str:
+    return f"experts-{number + 1:05d}.safetensors"
 
 
 def _header(place: StoredLayer) -> bytes:

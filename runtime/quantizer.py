@@ -66,13 +66,15 @@ class ForegateQuantizer(HfQuantizer):
         store = ExpertStore.open(self._path, trust_remote_code=model.is_custom_code())  # type: ignore[operator]
         store.check_dense_files(files)
         for item in find_moe_modules(model):
+            if item.call:
+                continue  # emptied at the module's first call
             path, _, name = item.name.rpartition(".")
             parent: Any = model.get_submodule(path)
             module = model.get_submodule(item.name)
             left = layer_class(item.kind).empty(module)
             if left is not module:
                 setattr(parent, name, left)
-                parent._is_hf_initialized = True  # its initialisation may reach into the experts
+            parent._is_hf_initialized = True  # its initialisation may reach into the experts
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         assert self._path is not None

@@ -73,6 +73,8 @@ def resident_from_store(store: ExpertStore, *, trust_remote_code: bool = False) 
         state.update(load_file(store.path / file.name))
     skeleton = checkpoint.skeleton()
     for index, layer in enumerate(store.manifest.layers):
+        if layer.module in store.module_names[:index]:
+            continue  # a loop's next pass
         kind, count = kind_named(layer.kind), len(layer.checksums)
         dtype = getattr(torch, TORCH_NAMES[layer.layout.tensors[0].dtype])
         stored = kind.stored(skeleton.get_submodule(layer.module))

@@ -63,7 +63,7 @@ def stream(checkpoint: Checkpoint, on_layer: Callable[[int, MoeModule, Layer], N
         raise ModelError(
             f"{checkpoint.folder} is quantized with {checkpoint.quant_method}; give a checkpoint with plain weights."
         )
-    collector = _Collector(on_layer)
+    collector = _Collector(on_layer, find_moe_modules(checkpoint.skeleton()))
     try:
         model, info = checkpoint.model_class.from_pretrained(
             checkpoint.folder,
@@ -95,10 +95,9 @@ def stream(checkpoint: Checkpoint, on_layer: Callable[[int, MoeModule, Layer], N
 class _Collector:
     """Gather experts until a layer is whole."""
 
-    def __init__(self, on_layer: Callable[[int, MoeModule, Layer], None]) -> None:
-        self.on_layer = on_layer
+    def __init__(self, on_layer: Callable[[int, MoeModule, Layer], None], modules: list[MoeModule]) -> None:
+        self.on_layer, self.modules = on_layer, modules  # of a whole model: the loader's ties none until it is done
         self.places: dict[str, tuple[int, str, torch.Size]] = {}  # full name -> layer, name in its module, shape
-        self.modules: list[MoeModule] = []
         self.wanted: list[list[str]] = []
         self.layers: dict[int, Layer] = {}
 
@@ -106,13 +105,13 @@ class _Collector:
         return self  # transformers copies configs, and with them the quantization config that holds it
 
     def inspect(self, model: nn.Module) -> None:
-        self.modules = find_moe_modules(model)
         for index, item in enumerate(self.modules):
             names = []
             for name, parameter in expert_parameters(model.get_submodule(item.name), item):
-                self.places[f"{item.name}.{name}"] = (index, name, parameter.shape)
+                # a tied module's experts may come under either name; a loop has one module for several layers
+                self.places.setdefault(f"{item.name}.{name}", (item.home, name, parameter.shape))
                 names.append(name)
-            self.wanted.append(names)
+            self.wanted.append(names if item.home == index else [])
 
     def add(self, full_name: str, tensor: torch.Tensor) -> None:
         index, name, shape = self.places[full_name]
@@ -121,9 +120,11 @@ class _Collector:
                 f"Tensor {full_name} must be {tuple(shape)} by the model's config, the checkpoint has "
                 f"{tuple(tensor.shape)}; config and weights belong to different models."
             )
+        order = self.wanted[index]
+        if not order:
+            return  # a tied parameter that was handed over under its other name
         layer = self.layers.setdefault(index, {})
         layer[name] = tensor
-        order = self.wanted[index]
         if len(layer) == len(order):
             self.wanted[index] = []
             self.on_layer(index, self.modules[index], {key: self.layers[index].pop(key) for key in order})
@@ -180,6 +181,9 @@ class _HandOver(ConversionOps):
         left = {}
         for name in list(input_dict):
             value = input_dict.pop(name)
+            if name not in self.collector.places:
+                left[name] = value  # dense, from the same tensors on disk
+                continue
             tensor = value[0] if isinstance(value, list) else value
             left[name] = torch.empty(0, dtype=tensor.dtype)
             try:

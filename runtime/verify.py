@@ -11,15 +11,16 @@ import contextlib
 import logging
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data import topics
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import PreTrainedModel
 
+from ..collect.anatomy import text_model
 from ..collect.errors import ModelError, SettingError
 from .checkpoint import open_tokenizer
 from .loading import load
@@ -27,6 +28,7 @@ from .manifest import MANIFEST
 from .pack import pack
 from .reference import open_reference
 from .store import ExpertStore
+from .walk import walk
 
 # B batch, P prompt tokens, N new tokens, V vocabulary
 
@@ -34,7 +36,6 @@ log = logging.getLogger(__name__)
 
 PROMPT_TOKENS = 48
 TOPICS = ("assignment", "lambda", "formatstrings", "class")  # pages of Python's documentation
-NO_TOKEN = 2**31 - 1  # an end-of-sequence id that no vocabulary has
 DEFAULT_SLOTS = 0.25
 
 
@@ -132,14 +133,14 @@ def verify(
             reference = model  # the checkpoint itself is the better witness
         resident = open_reference(store, reference, trust_remote_code=trust_remote_code)
         prompts = _prompts(path, resident, prompt, tokens)
-        expected = [run(resident, ids_BP, tokens) for ids_BP in prompts]
+        expected = [walk(resident, ids_BP, tokens) for ids_BP in prompts]
         del resident
         offloaded = load(
             path, slots=slots, budget=budget, predictor=predictor, trust_remote_code=trust_remote_code, **settings
         )
         with offloaded.foregate as handle:
             got = [
-                run(offloaded, ids_BP, tokens, forced=chosen)
+                walk(offloaded, ids_BP, tokens, forced=chosen)
                 for ids_BP, (chosen, _) in zip(prompts, expected, strict=True)
             ]
             slots_damaged = handle.damaged_slots()
@@ -152,7 +153,7 @@ def verify(
     differing = [step for step, (left, right) in pairs if not same_bits(left, right)]
     return VerifyReport(
         identical=not (differing or damaged or damaged_files or slots_damaged),
-        tokens=tokens * len(prompts),
+        tokens=sum(len(chosen) for chosen, _ in expected),
         max_abs_diff=max(max_abs_diff(left, right) for _, (left, right) in pairs),
         first_difference=min(differing, default=None),
         damaged_experts=len(damaged),
@@ -186,38 +187,6 @@ def _refused(
     )
 
 
-@torch.inference_mode()
-def run(
-    model: PreTrainedModel, ids_BP: torch.Tensor, tokens: int, forced: Sequence[int] | None = None
-) -> tuple[list[int], list[torch.Tensor]]:
-    """Generate greedily, or along the forced tokens, and give the tokens and the logits of each step.
-
-    The first logits are those of the whole prompt without a cache: [1, P, V], or [1, 1, V] of a decoder's start;
-    those of the steps are [1, V].
-    """
-    paired = bool(model.config.is_encoder_decoder)
-    start = {"decoder_input_ids": torch.full((1, 1), _start_token(model))} if paired else {}
-    whole = model(input_ids=ids_BP, **start, use_cache=False).logits
-    config = GenerationConfig(
-        max_new_tokens=tokens,
-        do_sample=False,
-        num_beams=1,
-        eos_token_id=NO_TOKEN,
-        pad_token_id=0,
-        decoder_start_token_id=_start_token(model) if paired else None,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
-    processors = LogitsProcessorList([_Forced(forced)] if forced is not None else [])
-    output: Any = model.generate(  # type: ignore[operator]
-        input_ids=ids_BP,
-        attention_mask=torch.ones_like(ids_BP),
-        generation_config=config,
-        logits_processor=processors,
-    )
-    return output.sequences[0, -tokens:].tolist(), [whole, *output.logits]
-
-
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Say whether two tensors are equal bit for bit, NaN and signed zeros included."""
     if left.shape != right.shape or left.dtype != right.dtype:
@@ -232,18 +201,6 @@ def max_abs_diff(left: torch.Tensor, right: torch.Tensor) -> float:
     return float(difference.masked_fill(both_nan, 0.0).nan_to_num(nan=float("inf")).max())
 
 
-class _Forced(LogitsProcessor):
-    """Leave one token at each step."""
-
-    def __init__(self, tokens: Sequence[int]) -> None:
-        self.tokens = iter(tokens)
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        forced = torch.full_like(scores, -torch.inf)
-        forced[:, next(self.tokens)] = 0.0
-        return forced
-
-
 @contextlib.contextmanager
 def _as_store(model: str | Path, trust_remote_code: bool) -> Iterator[tuple[Path, bool]]:
     """Give the model's store and whether it had to be packed for this."""
@@ -255,17 +212,9 @@ def _as_store(model: str | Path, trust_remote_code: bool) -> Iterator[tuple[Path
         yield pack(model, Path(folder) / "store", trust_remote_code=trust_remote_code).path, True
 
 
-def _start_token(model: PreTrainedModel) -> int:
-    generation: Any = model.generation_config
-    for value in (generation.decoder_start_token_id, getattr(model.config, "decoder_start_token_id", None)):
-        if value is not None:
-            return int(value)
-    return 0
-
-
 def _prompts(path: Path, model: PreTrainedModel, prompt: str | None, tokens: int) -> list[torch.Tensor]:
     """Give the prompts' ids [1, P]; where the folder has no tokenizer, ids spread over the vocabulary."""
-    text_config: Any = model.config.get_text_config()
+    text_config: Any = text_model(model).config.get_text_config()
     limit = getattr(text_config, "max_position_embeddings", None)
     if isinstance(limit, int) and tokens >= limit:
         raise SettingError(f"tokens must be less than the model's {limit} positions, got {tokens}.")
@@ -276,7 +225,9 @@ def _prompts(path: Path, model: PreTrainedModel, prompt: str | None, tokens: int
     except ModelError:
         if prompt is not None:
             raise
-        spread = torch.arange(1, PROMPT_TOKENS * len(names) + 1) * 7919 % int(text_config.vocab_size)
+        markers = torch.tensor(sorted(_markers(model.config.to_dict())))
+        spread = torch.arange(1, 2 * PROMPT_TOKENS * len(names) + 1) * 7919 % int(text_config.vocab_size)
+        spread = spread[~torch.isin(spread, markers)][: PROMPT_TOKENS * len(names)]
         return [part[None, :room] for part in spread.split(PROMPT_TOKENS)]
     texts = [prompt] if prompt is not None else [" ".join(topics.topics[name].split()) for name in names]
     most = min(room, PROMPT_TOKENS if prompt is None else room)
@@ -284,3 +235,14 @@ def _prompts(path: Path, model: PreTrainedModel, prompt: str | None, tokens: int
     if not all(found):
         raise SettingError(f"prompt must hold at least one token, got {prompt!r}.")
     return [torch.tensor([ids]) for ids in found]
+
+
+def _markers(config: dict[str, Any]) -> set[int]:
+    """Find the token ids that stand for something else than text: images, sounds, where they begin and end."""
+    found: set[int] = set()
+    for name, value in config.items():
+        if isinstance(value, dict):
+            found |= _markers(value)
+        elif isinstance(value, int) and str(name).endswith(("_token_id", "_token_index")):
+            found.add(value)
+    return found

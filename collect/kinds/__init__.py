@@ -17,6 +17,7 @@ from .longcat import LongcatKind
 from .nllb import NllbKind
 from .step3p7 import Step3p7Kind
 from .switch import SwitchKind
+from .zaya import ZayaKind
 
 __all__ = ["EXCEPTIONS", "KINDS", "ExpertsKind", "Routing", "Widening", "kind_named", "kind_of", "register_kind"]
 
@@ -31,10 +32,11 @@ KINDS: dict[str, ExpertsKind] = {
         JetMoeKind(),
         LongcatKind(),
         Step3p7Kind(),
+        ZayaKind(),
     )
 }
 
-EXCEPTIONS: dict[str, str | None] = {}
+EXCEPTIONS: dict[str, str | None] = {"ZayaExperts": "zaya"}
 """Class name -> kind, or None for a class that only looks like one."""
 
 

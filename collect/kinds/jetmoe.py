@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..errors import ModelError
-from .base import ExpertsKind, Routing
+from .base import ExpertsKind, Routing, Widening
 from .fused import slices
 
 NAMES = ("input_linear", "output_linear")
@@ -70,3 +70,8 @@ class JetMoeKind(ExpertsKind):
         """Give a slice of each stack, as input_linear and output_linear."""
         parts = {name.removesuffix(".weight"): tensor for name, tensor in tensors.items()}
         return slices(parts, expert, num_experts)
+
+    def widening(self, module: Any, name: str) -> Widening:
+        """Gate and up stand beside each other."""
+        down = name == "output_linear.weight"
+        return Widening(parts=1 if down else 2, divide=down)

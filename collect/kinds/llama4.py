@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..errors import ModelError
-from .base import ExpertsKind, Routing
+from .base import ExpertsKind, Routing, Widening
 from .fused import slices
 from .step3p7 import call_length
 
@@ -64,3 +64,8 @@ class Llama4Kind(ExpertsKind):
         """Give a slice of each stack."""
         parts = {name.rpartition(".")[2]: tensor for name, tensor in tensors.items()}
         return slices(parts, expert, num_experts)
+
+    def widening(self, module: Any, name: str) -> Widening:
+        """Gate and up stand beside each other."""
+        down = name == "experts.down_proj"
+        return Widening(parts=1 if down else 2, divide=down)

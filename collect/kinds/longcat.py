@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .base import ExpertsKind, Routing
+from .base import ExpertsKind, Routing, Widening
 from .fused import ids_and_weights, slices
 from .step3p7 import own_parameters
 
@@ -50,3 +50,7 @@ class LongcatKind(ExpertsKind):
     def expert(self, tensors: Mapping[str, torch.Tensor], expert: int, num_experts: int) -> dict[str, torch.Tensor]:
         """Give a slice of each stack; rows of identity experts belong to none."""
         return slices({name: tensor[:num_experts] for name, tensor in tensors.items()}, expert, num_experts)
+
+    def widening(self, module: Any, name: str) -> Widening:
+        """Gate and up stand beside each other."""
+        return Widening(parts=1 if name == "down_proj" else 2, divide=name == "down_proj")

@@ -12,11 +12,22 @@ from .fused import IMPLEMENTATION, FusedLayer
 from .jetmoe import JetMoeLayer
 from .llama4 import Llama4Layer
 from .longcat import LongcatLayer
+from .looped import LoopedLayers
 from .nllb import NllbLayer
 from .step3p7 import Step3p7Layer
 from .switch import SwitchLayer
+from .zaya import ZayaLayer
 
-__all__ = ["IMPLEMENTATION", "LAYERS", "OffloadedLayer", "Place", "StandIn", "layer_class", "register_layer"]
+__all__ = [
+    "IMPLEMENTATION",
+    "LAYERS",
+    "LoopedLayers",
+    "OffloadedLayer",
+    "Place",
+    "StandIn",
+    "layer_class",
+    "register_layer",
+]
 
 LAYERS: dict[str, type[OffloadedLayer]] = {
     layer.kind: layer
@@ -29,6 +40,7 @@ LAYERS: dict[str, type[OffloadedLayer]] = {
         JetMoeLayer,
         LongcatLayer,
         Step3p7Layer,
+        ZayaLayer,
     )
 }
 

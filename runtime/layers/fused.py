@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import torch
 from torch import nn
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from ...collect.kinds import kind_named
 from ..blocks import TORCH_NAMES, BlockLayout
@@ -70,7 +70,8 @@ class FusedLayer(OffloadedLayer):
         sample_weights_S = weights_TK.reshape(-1)[perm]
         groups = _groups(ids_S)
         out_SH = torch.empty(len(ids_S), self.width, dtype=self.dtype, device=hidden_TH.device)
-        with self.acquire(ids_TK, groups) as experts:
+        chosen_TK = kind_named(self.kind).routing(module, (hidden_TH, ids_TK, weights_TK)).ids
+        with self.acquire(chosen_TK, groups) as experts:
             for expert, tensors in experts:
                 rows = groups[expert]
                 out_SH[rows] = expert_rows(module, tensors, hidden_SH, rows, self.kernel)
@@ -85,7 +86,10 @@ class FusedLayer(OffloadedLayer):
 
 def fused_forward(module: Any, hidden_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
     """Compute a fused experts module from slots: the function that transformers' experts interface calls."""
-    return module.foregate.run(hidden_TH, module, ids_TK, weights_TK)
+    layer = getattr(module, "foregate", None)
+    if layer is None:  # of a part that text does not pass, with the config of one that it does
+        return grouped_mm_experts_forward(module, hidden_TH, ids_TK, weights_TK)
+    return layer.run(hidden_TH, module, ids_TK, weights_TK)
 
 
 def _groups(ids_S: torch.Tensor) -> dict[int, slice]:

@@ -19,7 +19,8 @@ from foregate.runtime.manifest import MANIFEST
 from foregate.runtime.pack import pack
 from foregate.runtime.reference import resident_from_store
 from foregate.runtime.store import ExpertStore, checksum_of
-from foregate.runtime.verify import max_abs_diff, run, same_bits, verify
+from foregate.runtime.verify import max_abs_diff, same_bits, verify
+from foregate.runtime.walk import walk
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 
@@ -86,6 +87,9 @@ def test_the_resident_model_of_a_store_is_the_original(name, tmp_path):
     assert rebuilt.generation_config.max_length == 77
     wanted = original.state_dict()
     assert rebuilt.state_dict().keys() == wanted.keys()
+    if name == "longcat_flash":  # rows of its identity experts, which nothing reads, are in no block
+        for key in [key for key in wanted if key.endswith("experts.gate_up_proj")]:
+            wanted[key] = torch.cat([wanted[key][:8], torch.zeros_like(wanted[key][8:])])
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in rebuilt.state_dict().items())
     assert not hasattr(rebuilt.config, "quantization_config")
 
@@ -94,15 +98,15 @@ def test_the_resident_model_of_a_store_is_the_original(name, tmp_path):
 def test_run_feeds_the_forced_tokens_and_ignores_the_end(name):
     model = tiny_models.build(name)
     ids = torch.arange(5, 15)[None]
-    chosen, logits = run(model, ids, 12)
+    chosen, logits = walk(model, ids, 12)
     assert len(chosen) == 12
     assert len(logits) == 13
     assert [int(step.argmax()) for step in logits[1:]] == chosen
-    again, same = run(model, ids, 12, forced=chosen)
+    again, same = walk(model, ids, 12, forced=chosen)
     assert again == chosen
     assert all(same_bits(left, right) for left, right in zip(logits, same, strict=True))
     end = model.config.eos_token_id
-    forced, other = run(model, ids, 12, forced=[end] * 12)
+    forced, other = walk(model, ids, 12, forced=[end] * 12)
     assert forced == [end] * 12
     assert not all(same_bits(left, right) for left, right in zip(logits, other, strict=True))
 
