@@ -100,12 +100,16 @@ class Checkpoint:
         """Write config, generation config, the given tensors and everything else a model folder has, but no experts."""
         from transformers import GenerationConfig
 
+        from ..collect.architectures import left_as_they_are
+
         generation = self.folder / "generation_config.json"
         if generation.is_file():
             # copied, since many published ones do not pass the checks of save_pretrained
             model.generation_config = GenerationConfig()
+        # where experts of one part are left out and those of another are not, the layout on disk may want both
+        original = not left_as_they_are(model)
         with safetensors_errors(folder):
-            model.save_pretrained(folder, state_dict=state, max_shard_size=MAX_SHARD)
+            model.save_pretrained(folder, state_dict=state, max_shard_size=MAX_SHARD, save_original_format=original)
         if generation.is_file():
             shutil.copyfile(generation, folder / generation.name)
         self.copy_extras(folder)

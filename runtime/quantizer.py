@@ -75,6 +75,10 @@ class ForegateQuantizer(HfQuantizer):
             if left is not module:
                 setattr(parent, name, left)
             parent._is_hf_initialized = True  # its initialisation may reach into the experts
+        names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        ties: dict[str, str] = model.all_tied_weights_keys  # type: ignore[assignment]
+        for target in [target for target, source in ties.items() if not {target, source} <= names]:
+            del ties[target]
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         assert self._path is not None
