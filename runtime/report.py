@@ -24,11 +24,13 @@ h2 { margin: 2.2rem 0 .4rem; border-top: 1px solid #d5d5d5; padding-top: 1rem; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; }
 caption { caption-side: top; text-align: left; color: #555; padding-bottom: .3rem; }
-th, td { border-bottom: 1px solid #d5d5d5; padding: .3rem .8rem; text-align: right; }
+th, td { border-bottom: 1px solid #d5d5d5; padding: .3rem .6rem; text-align: right; }
+td { white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
 figure { margin: 1.5rem 0; } figcaption { color: #555; } svg { max-width: 100%; height: auto; }
 """
 
+TALLEST = 9.0  # inches of a heat map: about a screen
 Rows = Sequence[Mapping[str, str]]
 
 
@@ -94,13 +96,13 @@ def settings_section(settings: Mapping[str, Any]) -> Section:
 
 def heat_map(load_LE: np.ndarray) -> Figure:
     """Draw the share of each layer's choices that every expert got, [L, E]; nan where there is no expert."""
-    figure = new_figure(8.0, 0.9 + 0.28 * len(load_LE))
+    figure = new_figure(8.0, min(0.9 + 0.28 * len(load_LE), TALLEST))
     axes = figure.subplots()
     share = load_LE / np.maximum(1, np.nansum(load_LE, axis=1, keepdims=True))
     image = axes.imshow(100 * share, aspect="auto", cmap="viridis", vmin=0)
     axes.set_xlabel("expert")
     axes.set_ylabel("MoE layer")
-    axes.set_yticks(range(len(load_LE)))
+    axes.set_yticks(range(0, len(load_LE), 1 + len(load_LE) // 40))  # more labels than 40 would touch
     figure.colorbar(image, ax=axes, label="% of choices")
     return figure
 

@@ -8,7 +8,8 @@ import numpy as np
 
 from ..report import new_figure
 from .curves import BASE, OPTIMUM
-from .tables import WAYS, name_of
+from .names import name_of
+from .tables import WAYS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -104,7 +105,7 @@ def overlap_figure(values: dict[str, Any]) -> Figure:
             lines["popularity"],
             color=COLOURS[index],
             linestyle=":",
-            label=f"{words}: level of popularity",
+            label="level of popularity" if index == len(values["overlap"]) - 1 else None,
         )
     axes.set_xlabel("MoE layer")
     axes.set_ylabel("overlap, %")
@@ -147,7 +148,7 @@ def balance_figure(load: dict[str, Any]) -> Figure:
         layers, _numbers([layer["max_over_mean"] for layer in load["layers"]]), "o-", color=COLOURS[5], markersize=4
     )
     lower.set_ylabel("largest / mean load")
-    lower.set_ylim(bottom=0)
+    lower.set_ylim(0, 1.08 * lower.dataLim.y1 if lower.dataLim.y1 > 0 else 1)
     lower.set_xlabel("MoE layer")
     _whole_layers(lower)
     for axes in (upper, lower):

@@ -9,6 +9,8 @@ from typing import Any
 
 from ..report import Section, heat_map, settings_section, write_sections
 from . import figures, tables
+from .names import name_of
+from .verdict import ratio_words
 
 
 def write_assessment(path: Path, values: dict[str, Any]) -> None:
@@ -47,7 +49,13 @@ def _summary(values: Mapping[str, Any]) -> list[str]:
 
 def _gains(values: Mapping[str, Any]) -> Section:
     gains, verdict, machine = values["gains"], values["verdict"], values["machine"]
-    lines = [f"The best free policy here is {tables.name_of(gains['free_policy'])}; {_signal_words(gains['signal'])}."]
+    lines = [f"The best free policy here is {name_of(gains['free_policy'])}; {_signal_words(gains['signal'])}."]
+    if gains["lru_over_belady_interval"] is not None:
+        low, high = gains["lru_over_belady_interval"]
+        lines[0] += (
+            f" LRU misses {gains['lru_over_belady']:.2f} x as often as Belady ({low:.2f} to {high:.2f}, 95 % over "
+            "sequences)."
+        )
     if machine is None:
         lines.append("No machine was named, so there are no times: the gains are the largest that any could show.")
     elif machine["missing"]:
@@ -59,10 +67,10 @@ def _gains(values: Mapping[str, Any]) -> Section:
             f"limit takes {gains['limit_over_resident']:.2f} x the resident model's time."
         )
     if verdict["worth_between"] is not None:
-        low, high = verdict["worth_between"]
+        between = ratio_words(verdict["worth_between"])
         lines.append(
-            "Without overlap on demand, training would be worth it where reading LRU's misses takes "
-            f"{low:.2g} to {high:.2g} x the compute of a token."
+            "If nothing overlaps on demand, training is worth it on machines where reading LRU's misses takes "
+            f"{between} the compute of a token."
         )
     drawn = []
     if gains["tokens_per_s"] is not None:
@@ -76,7 +84,7 @@ def _gains(values: Mapping[str, Any]) -> Section:
 def _signal_words(signal: str | None) -> str:
     if signal is None:
         return "no free signal could be measured"
-    return f"the free signal that covers most misses is the {tables.name_of(signal)}"
+    return f"the free signal that covers most misses is the {name_of(signal)}"
 
 
 def _curves(values: Mapping[str, Any]) -> Section:
@@ -102,7 +110,7 @@ def _signals(stack: str, found: Mapping[str, Any]) -> Section:
     if all(signal["coverage"] for signal in found["signals"].values()):
         drawn.append(
             (
-                f"Misses of {tables.name_of(found['misses_of'])} that each signal covers, by experts fetched per miss.",
+                f"Misses of {name_of(found['misses_of'])} that each signal covers, by experts fetched per miss.",
                 figures.coverage_figure(dict(found)),
             )
         )

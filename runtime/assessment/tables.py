@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from .names import name_of
+
 Row = dict[str, str]
 
 
@@ -26,23 +28,6 @@ WAYS = {
     "limit": Way("Belady, all misses foretold (limit)", False),
     "resident": Way("all experts resident", False),
 }
-NAMES = {
-    "lru": "LRU",
-    "lfu": "LFU",
-    "lfru": "LFRU",
-    "s3fifo": "S3-FIFO",
-    "layer_lru": "LRU per layer",
-    "static": "static hot set",
-    "activation": "activation-aware",
-    "random": "random",
-    "belady": "Belady (optimum)",
-    "predicted": "predicted demand",
-}
-
-
-def name_of(name: str) -> str:
-    """Give the words for a policy or signal."""
-    return NAMES.get(name, name.replace("_", " "))
 
 
 def share(value: float | None, digits: int = 1) -> str:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from .gains import Coverage, Gains, Misses, TokenTimes, gains_of, largest_gains, token_times
+from .names import name_of
 
 # Passes of one arm of `foregate demo` differ by as much (docs/performance.md: 12.7 to 14.0 tokens/s around 13.1).
 WORTH_GAIN = 1.05
@@ -145,8 +146,8 @@ def _case(
         return (
             "depends",
             None,
-            f"it would be where reading LRU's misses takes {_range(between)} the compute of a token; name the machine "
-            "with --hardware, --expert-mib and --dense-ms.",
+            f"it would be where reading LRU's misses takes {ratio_words(between)} the compute of a token; name the "
+            "machine with --hardware, --expert-mib and --dense-ms.",
         )
     if attained >= WORTH_GAIN:
         return "train", True, _why_train(found, found.times, room, attained)
@@ -171,9 +172,13 @@ def _why_train(found: Findings, times: TokenTimes, room: float, attained: float)
     by_prefetch = PREFETCH_SHARE * (times.free_signal - times.free_prefetched)
     by_eviction = EVICTION_SHARE * (times.free_signal - times.belady_signal)
     head = "foretelling misses (routing head)" if by_prefetch >= by_eviction else "choosing victims (reuse head)"
+    busy = times.limit / times.resident
+    more = (
+        "" if busy < SATURATED else f"; the limit itself is {busy:.1f} x the compute, which only more slots would lower"
+    )
     return (
-        f"{_free(found)} leaves {_percent(room)} to the limit, of which a trained predictor can be expected to gain "
-        f"{_percent(attained)}, most of it by {head}."
+        f"the limit is {room:.2f} x as fast as {_free(found)}, and a trained predictor can be expected to gain "
+        f"{_percent(attained)} of speed, most of it by {head}{more}."
     )
 
 
@@ -198,15 +203,16 @@ def _worth(training: bool | None) -> str:
 
 
 def _free(found: Findings) -> str:
-    signal = "" if found.signal is None else f" with the free signal {found.signal.replace('_', ' ')}"
-    return f"{found.free_policy.upper() if found.free_policy == 'lru' else found.free_policy}{signal}"
+    signal = "" if found.signal is None else f" with the free signal {name_of(found.signal)}"
+    return f"{name_of(found.free_policy)}{signal}"
 
 
 def _percent(ratio: float) -> str:
     return f"{ratio - 1:.1%}" if ratio < 1.1 else f"{ratio - 1:.0%}"
 
 
-def _range(between: list[float]) -> str:
+def ratio_words(between: list[float]) -> str:
+    """Give `worth_between` in words."""
     low, high = between
     if high >= RATIOS[-1]:
         return f"at least {low:.2g} x"
