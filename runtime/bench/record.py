@@ -195,7 +195,9 @@ def _report(settings: RecordBench, spent: dict[str, list[Spent]], num_tokens: in
         "arms": arms,
         "overhead": statistics.median(ratios),
         "overhead_spread": [low, high],
-        "cpu_overhead": statistics.median(recorded.cpu_seconds / plain.cpu_seconds - 1 for recorded, plain in pairs),
+        "cpu_overhead": statistics.median(
+            recorded.cpu_seconds / max(plain.cpu_seconds, 1e-9) - 1 for recorded, plain in pairs
+        ),
         "rounds": len(ratios),
         "machine": machine(),
     }
