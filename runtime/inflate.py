@@ -175,7 +175,8 @@ def _plan(skeleton: PreTrainedModel, wide: PreTrainedModel, factor: int, folder:
         if old == new:
             continue
         axes = [axis for axis, (left, right) in enumerate(zip(old, new, strict=True)) if left != right]
-        dense = Widening(parts=0, divide=axes[0] > 0)  # rows of a linear layer make hidden units, columns add them up
+        # rows of a linear layer make hidden units, columns add them up; of what is stacked nothing is known
+        dense = Widening(parts=0, divide=axes[:1] > [0]) if tensor.ndim < 3 else None
         change = experts.get(name, dense)
         if change is None or len(axes) != 1 or new[axes[0]] != old[axes[0]] * factor:
             raise ModelError(f"{folder}: tensor {name} would go from {old} to {new}; this family cannot be inflated.")

@@ -9,12 +9,13 @@ import pytest
 import torch
 from foregate.collect import tiny_models
 from foregate.collect.architectures import expert_tensors, find_moe_modules
+from foregate.collect.tiny_models import special
 from foregate.runtime import kernels
 from foregate.runtime.blocks import fill, layout_of, views
 from foregate.runtime.kernels import PRODUCTS, Kernel, choose_kernel, expert_rows, grouped_product, loop_product
 from transformers.integrations.moe import grouped_mm_experts_forward
 
-FUSED = sorted(set(tiny_models.FAMILIES) - {"switch_transformers"})
+FUSED = sorted(set(tiny_models.FAMILIES) - set(special.FAMILIES))
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -60,7 +61,8 @@ def test_the_chosen_kernel_gives_the_resident_model_s_bits(name: str, dtype: tor
     kernel, slots = chosen(module), slots_of(module)
     generator = torch.Generator().manual_seed(9)
     for num_tokens in (1, 2, 3, 7, 17, 51):
-        x_TH = torch.randn(num_tokens, 32, generator=generator).to(dtype)
+        first = slots[0]["gate_up_proj" if module.has_gate else "up_proj"]
+        x_TH = torch.randn(num_tokens, first.shape[0 if module.is_transposed else 1], generator=generator).to(dtype)
         ids_T1 = torch.randint(0, module.num_experts, (num_tokens, 1), generator=generator)
         ids_S, perm = torch.sort(ids_T1[:, 0])
         with torch.no_grad():
@@ -69,6 +71,7 @@ def test_the_chosen_kernel_gives_the_resident_model_s_bits(name: str, dtype: tor
                 where = torch.where(ids_S == expert)[0]
                 rows = slice(int(where[0]), int(where[-1]) + 1)
                 found = expert_rows(module, slots[expert], x_TH[perm], rows, kernel)
+                found = module.post_expert_norm(found) if module.has_post_expert_norm else found
                 assert torch.equal(found, expected[perm[rows]])
 
 
