@@ -142,7 +142,7 @@ def _hot_set(values: Mapping[str, Any]) -> Section:
     return Section(
         title="Hot set",
         figures=[(caption, figures.hot_set_figure(dict(values)))],
-        tables=[(f"{caption[:-1]}, chosen on other sequences and on the same.", tables.hot_set_rows(values))],
+        tables=[("Share served by the hottest.", tables.hot_set_rows(values))],
     )
 
 

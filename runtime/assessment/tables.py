@@ -86,7 +86,7 @@ def curve_rows(values: Mapping[str, Any], key: str = "miss_rate") -> list[Row]:
             return []
         row = {"policy": name_of(name)}
         for capacity, part, value in zip(curves["capacities"], curves["shares"], policy[key], strict=True):
-            column = f"{capacity} ({100 * part:.0f} %)"
+            column = f"{capacity} ({100 * part:.0f}%)"
             row[column] = share(value) if key == "miss_rate" else f"{value:.3g}"
         if key == "miss_rate":
             row["recovered"] = number(policy["recovered_share"])

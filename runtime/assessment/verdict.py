@@ -27,6 +27,7 @@ PREFETCH_SHARE = 0.22
 EVICTION_SHARE = 0.11
 # Recall that the best signal must have over knowing popularity alone; intervals over sequences are about this wide.
 PREDICTABLE = 0.05
+AS_GOOD = "a trained predictor as good as those measured so far"
 NOTHING = Coverage((), ())
 SATURATED = 2.0  # limit / compute from where on, even with perfect foresight, most of the time is reading
 RATIOS = np.geomspace(1e-3, 1e3, 601)  # time to read LRU's misses / compute: machines to look through
@@ -156,15 +157,13 @@ def _case(
         return (
             "saturated",
             False,
-            f"the link is saturated: even with perfect foresight reading takes {busy:.1f} x the compute, and a trained "
-            f"predictor can be expected to gain {_percent(attained)}; only more slots, smaller experts or a faster "
-            "link help much.",
+            f"the link is saturated: even with perfect foresight reading takes {busy:.1f} x the compute, and {AS_GOOD} "
+            f"would gain {_percent(attained)}; only more slots, smaller experts or a faster link help much.",
         )
     return (
         "free_suffices",
         False,
-        f"{_free(found)} is within {_percent(room)} of the limit, and a trained predictor can be expected to gain "
-        f"{_percent(attained)}.",
+        f"{_free(found)} is within {_percent(room)} of the limit, and {AS_GOOD} would gain {_percent(attained)}.",
     )
 
 

@@ -128,7 +128,7 @@ def test_where_only_evictions_help_the_reuse_head_is_named() -> None:
     verdict = judge(findings(Misses(lru=10, free=10, belady=2), compute_s=0.1, read_s=1.0))
     assert verdict.kind == "train"
     assert "reuse head" in verdict.sentence
-    assert "only more slots would lower" in verdict.sentence
+    assert "only more slots or smaller experts would help" in verdict.sentence
 
 
 def test_without_a_machine_the_bounds_hold_for_any_and_training_depends_on_it() -> None:

@@ -150,7 +150,7 @@ def test_the_tables_say_what_the_values_say(browser: Any, page: Path, values: di
     ]
     load = next(rows for caption, rows in tables.items() if caption.startswith("Balance"))
     assert [row[2] for row in load[1:]] == [f"{layer['entropy']:.3f}" for layer in values["load"]["layers"]]
-    hot = next(rows for caption, rows in tables.items() if "most used experts" in caption)
+    hot = next(rows for caption, rows in tables.items() if caption == "Share served by the hottest.")
     assert [row[1] for row in hot[1:]] == [f"{100 * item['held_out']:.1f} %" for item in values["coverage"]]
     assert not [cell for rows in tables.values() for row in rows for cell in row if cell in ("nan", "None", "inf")]
 
