@@ -111,5 +111,7 @@ def test_this_machine_is_measured_and_the_profile_can_be_read(tmp_path: Path, mo
 def test_impossible_settings_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="rounds must be at least 1"):
         HardwareBench(rounds=0)
+    with pytest.raises(SettingError, match="is no folder; give --out in one that exists"):
+        HardwareBench(out=str(tmp_path / "absent" / "profile.yaml"))
     with pytest.raises(DataError, match="give --folder on the disk"):
         bench(HardwareBench(folder=str(tmp_path / "absent")))
