@@ -172,12 +172,10 @@ def _why_train(found: Findings, times: TokenTimes, room: float, attained: float)
     by_eviction = EVICTION_SHARE * (times.free_signal - times.belady_signal)
     head = "foretelling misses (routing head)" if by_prefetch >= by_eviction else "choosing victims (reuse head)"
     busy = times.limit / times.resident
-    more = (
-        "" if busy < SATURATED else f"; the limit itself is {busy:.1f} x the compute, which only more slots would lower"
-    )
+    more = f"; the limit itself is {busy:.1f} x the compute, for which only more slots or smaller experts would help"
     return (
-        f"the limit is {room:.2f} x as fast as {_free(found)}, and a trained predictor can be expected to gain "
-        f"{_percent(attained)} of speed, most of it by {head}{more}."
+        f"the limit is {room:.2f} x as fast as {_free(found)}, and {AS_GOOD} would gain {_percent(attained)}, most of it "
+        f"by {head}{more if busy >= SATURATED else ''}."
     )
 
 
