@@ -23,7 +23,6 @@ from .topology import MoeTopology, Stack
 __all__ = [
     "FORMAT_VERSION",
     "PART_TOKENS",
-    "SCHEMA",
     "Report",
     "SequenceRouting",
     "join_parts",
