@@ -40,7 +40,7 @@ def run(args: Any) -> int:
         max_sequences=None if cut == sys.maxsize else cut,
         generate=smoke(config.generate, SMOKE_NEW_TOKENS),
     )
-    with _progress(config.max_sequences) as progress:
+    with _progress(config.max_sequences if "WORLD_SIZE" not in os.environ else None) as progress:
         result = collect(config, progress=progress)
     if result.rank:
         return 0  # of several processes, the first one tells what all have done
@@ -85,7 +85,7 @@ def _progress(total: int | None) -> Iterator[Any]:
         TimeElapsedColumn(),
     )
     console = Console(stderr=True)
-    quiet = not console.is_terminal or os.environ.get("RANK", "0") != "0"
+    quiet = not console.is_terminal or os.environ.get("RANK", "0") != "0"  # one bar, for one process's share
     with Progress(*columns, console=console, transient=True, disable=quiet) as bar:
         task = bar.add_task("recording", total=total, tokens=0, pace=0.0)
         tokens = 0

@@ -35,6 +35,7 @@ BROKEN_PIPE, INTERRUPTED, TERMINATED = 141, 130, 143  # 128 + signal number, as 
 OS_ERRORS = {
     errno.ENOSPC: "no space left on the device{file}; free some or name another folder.",
     errno.EDQUOT: "the disk quota is used up{file}; free some space or name another folder.",
+    errno.EFBIG: "the file would become larger than is allowed{file}; raise the limit with ulimit -f.",
     errno.EACCES: "no permission{file}; change its permissions or name another path.",
     errno.EPERM: "not permitted{file}; change its permissions or name another path.",
     errno.EROFS: "the file system is read-only{file}; name another folder.",

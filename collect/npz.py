@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from .checks import FEWEST_ZEROS
 from .errors import TraceError
 from .topology import MoeTopology
 from .trace import MAX_EXPERTS, SequenceRouting, Trace, TraceHeader
@@ -108,7 +109,7 @@ def _check(path: Path, arrays: dict[str, np.ndarray]) -> None:
             f"{path}, row {row}: expert {experts[token, layer, column]} at token {token - offsets[row]}, MoE layer "
             f"{layer}, is out of range -1..{MAX_EXPERTS - 1}; ids are logical ones, -1 where a token was dropped."
         )
-    if highest <= 0:
+    if highest <= 0 and experts.size >= FEWEST_ZEROS:
         raise TraceError(
             f"{path}, row 0: all {experts.size} choices are expert {'0' if lowest == 0 else '0 or none'}: the "
             "recording of a router that never ran; record again."

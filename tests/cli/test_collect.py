@@ -80,11 +80,15 @@ def test_validate_names_problems_and_exits_with_1(capsys, tmp_path, model, text)
 def test_flags_reach_the_settings(capsys, tmp_path, model, text) -> None:
     out = str(tmp_path / "trace")
     words = ["--max-sequences", "2", "--max-tokens", "3", "--overflow", "cut", "--generate", "2", "--with-text"]
+    words += ["--scores", "--shard-rows", "1"]
     code, _, _ = run(capsys, "collect", "--model", model, "--data", text, "--out", out, *words, "--seed", "9")
     assert code == 0
     trace = Trace.open(out)
     assert trace.header.seed == 9
+    assert trace.header.scores == "selection"
+    assert len(trace.shards) == 2
     rows = list(trace)
+    assert [row.scores.shape for row in rows] == [(row.num_tokens, 2 * 8) for row in rows]
     assert [row.prompt_tokens for row in rows] == [3, 3]
     assert [row.text[:3] for row in rows if row.text] == ["One", "Two"]
 
