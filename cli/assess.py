@@ -22,7 +22,7 @@ def parser() -> Any:
         prog="foregate assess",
         description="Say what prefetching and caching can gain on a recorded model, and whether training is worth it.",
     )
-    made.add_argument("trace", type=str, help="folder of a trace, or an .npz file")
+    made.add_argument("trace", type=str, help="folder of a trace, an .npz file, or a load table (balance only)")
     made.add_argument(
         "--sequences",
         type=int,
@@ -51,25 +51,34 @@ def parser() -> Any:
 
 def run(args: Any) -> int:
     """Print the verdict and the numbers that it rests on; write the page where asked for."""
-    from ..collect.trace import Trace
-    from ..runtime.assessment.assess import AssessConfig, assess
-    from .hardware_options import hardware_of, sizes_of
+    from ..collect import load_table
 
     page = None if args.out is None else page_path(args.out)
+    if (Path(args.trace) / load_table.HEADER_NAME).is_file():
+        from ..runtime.assessment.load_table import assess_load, load_lines, write_load
+
+        values = assess_load(load_table.LoadTable.open(args.trace))
+        return _give(args, page, values, write_load, load_lines)
+    from ..collect.trace import Trace
+    from ..runtime.assessment.assess import AssessConfig, assess
+    from ..runtime.assessment.page import write_assessment
+    from ..runtime.assessment.tables import lines_of
+    from .hardware_options import hardware_of, sizes_of
+
     config = AssessConfig(sequences=args.sequences, reading=args.reading, capacity=args.capacity, seed=args.seed)
     hardware = hardware_of(args.hardware)
     trace = Trace.open(args.trace)
     values = assess(trace, config, hardware, sizes_of(trace.header, args.expert_mib, args.dense_ms))
-    if page is not None:
-        from ..runtime.assessment.page import write_assessment
+    return _give(args, page, values, write_assessment, lines_of)
 
-        write_assessment(page, values)
+
+def _give(args: Any, page: Path | None, values: dict[str, Any], write: Any, lines_of: Any) -> int:
+    if page is not None:
+        write(page, values)
         values["report"] = str(page)
     if args.json:
         print(json.dumps(values, allow_nan=False))
     else:
-        from ..runtime.assessment.tables import lines_of
-
         print("\n".join(lines_of(values)))
         if page is not None:
             print(f"Report: {page}")

@@ -174,8 +174,8 @@ def _why_train(found: Findings, times: TokenTimes, room: float, attained: float)
     busy = times.limit / times.resident
     more = f"; the limit itself is {busy:.1f} x the compute, for which only more slots or smaller experts would help"
     return (
-        f"the limit is {room:.2f} x as fast as {_free(found)}, and {AS_GOOD} would gain {_percent(attained)}, most of it "
-        f"by {head}{more if busy >= SATURATED else ''}."
+        f"the limit is {room:.2f} x as fast as {_free(found)}, and {AS_GOOD} would gain {_percent(attained)}, most of "
+        f"it by {head}{more if busy >= SATURATED else ''}."
     )
 
 
