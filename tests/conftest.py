@@ -15,15 +15,15 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when huggingface_hub is imp
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("WANDB_SILENT", "true")
 os.environ.setdefault("MPLBACKEND", "agg")
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # on a busy machine torch's threads would spin at each other
 os.environ.setdefault("NO_COLOR", "1")  # help texts are compared with a snapshot
 os.environ.setdefault("COLUMNS", "120")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # on a busy machine spinning threads took 26 s where this took 0.7
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option that renews the snapshot of command-line flags."""
+    """Add the options that renew what is written from the program itself."""
     parser.addoption("--freeze-cli", action="store_true", help="write tests/cli_flags.json anew")
+    parser.addoption("--freeze-files", action="store_true", help="write docs/files.md anew")
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import itertools
 import os
 import pydoc_data.topics
 import re
@@ -54,17 +56,60 @@ def test_readme_is_short() -> None:
     assert len(README.read_text(encoding="utf-8").splitlines()) < MOST_LINES
 
 
-def test_tree_lists_every_file_with_a_line_each() -> None:
+def source_files() -> list[Path]:
+    """List every module and config."""
+    found = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".yaml")]
+    return sorted(found, key=lambda path: (FOLDERS.index(path.relative_to(ROOT).parts[0]), path.parent, path.name))
+
+
+def first_line(path: Path) -> str:
+    """Give the first sentence of what a file says of itself: its docstring, or the comment at the top of a config."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        text = ast.get_docstring(ast.parse(text)) or ""
+    else:
+        text = "\n".join(
+            line[1:].strip() for line in itertools.takewhile(lambda line: line[:1] == "#", text.splitlines())
+        )
+    return " ".join(text.partition("\n\n")[0].split()).partition(". ")[0].rstrip(".:")
+
+
+def page_of_files() -> str:
+    """Write docs/files.md: every file below its folder, with its own first line."""
+    lines = [
+        "# Every file",
+        "",
+        "Written from the first line of each file: `pytest tests/test_readme.py --freeze-files`.",
+    ]
+    folder = None
+    for path in source_files():
+        place = path.parent.relative_to(ROOT).as_posix()
+        own = path if path.name == "__init__.py" else None
+        if place != folder:
+            folder = place
+            lines += ["", f"## {place}/", ""]
+            if own is not None:
+                lines += [first_line(own), ""]
+            lines += ["| file | what it is |", "|---|---|"]
+        if own is None:
+            lines.append(f"| `{path.name}` | {first_line(path).replace('|', chr(92) + '|')} |")
+    return "\n".join(lines) + "\n"
+
+
+def test_tree_lists_every_folder_with_a_line_each() -> None:
     listed = tree()
-    there = {
-        path.relative_to(ROOT).as_posix()
-        for folder in FOLDERS
-        for path in (ROOT / folder).rglob("*")
-        if path.suffix in (".py", ".yaml") and path.name != "__init__.py"
-    }
+    there = {path.parent.relative_to(ROOT).as_posix() for path in source_files()}
     assert sorted(there - set(listed)) == [], "not in the README's tree"
     assert [path for path in listed if not (ROOT / path).exists()] == [], "in the README's tree only"
     assert [path for path, text in listed.items() if len(text.split()) < 2] == [], "without a word about it"
+
+
+def test_page_of_files_lists_every_file_with_its_own_first_line(request: pytest.FixtureRequest) -> None:
+    page = ROOT / "docs" / "files.md"
+    if request.config.getoption("--freeze-files"):
+        page.write_text(page_of_files(), encoding="utf-8")
+    assert [str(path) for path in source_files() if len(first_line(path).split()) < 2] == [], "without a word about it"
+    assert page.read_text(encoding="utf-8") == page_of_files(), "run pytest tests/test_readme.py --freeze-files"
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
