@@ -15,6 +15,9 @@ from typing import Any
 import numpy as np
 
 from .errors import TraceError
+from .load_table import HEADER_NAME as LOAD_HEADER
+from .load_table import TABLE_NAME as LOAD_TABLE
+from .load_table import LoadTable
 from .row_checks import RowCheck
 from .sequence import PART_TOKENS, SequenceRouting
 from .shard import read_shard
@@ -112,7 +115,13 @@ class OrderCheck:
 
 
 def check_trace(path: str | Path) -> Iterator[Problem]:
-    """Check a whole trace, folder or `.npz`, and yield every problem; a path that is no trace is one problem too."""
+    """Check a whole trace, folder or `.npz`, and yield every problem; a path that is no trace is one problem too.
+
+    A load table is checked by its own rules.
+    """
+    if (Path(path) / LOAD_HEADER).is_file():
+        yield from _check_load_table(Path(path))
+        return
     try:
         trace = Trace.open(path)
     except TraceError as error:
@@ -140,6 +149,16 @@ def check_trace(path: str | Path) -> Iterator[Problem]:
             yield Problem(name, row_index, reason)
     if not num_rows:
         yield Problem(str(path), None, "it holds no rows")
+
+
+def _check_load_table(path: Path) -> Iterator[Problem]:
+    name = str(path / LOAD_TABLE)
+    try:
+        table = LoadTable.open(path)
+        for row, reason in table.problems():
+            yield Problem(name, row, reason)
+    except TraceError as error:
+        yield Problem(name, None, str(error))
 
 
 Reader = Callable[[Callable[[int, str], None]], Iterable[SequenceRouting]]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from foregate.collect.checks import check_trace
 from foregate.collect.errors import SettingError, TraceError
 from foregate.collect.load_table import LoadHeader, LoadLayer, LoadRow, LoadTable, write_load_table
 from foregate.collect.topology import Stack
@@ -87,3 +88,17 @@ def test_other_versions_and_damage_are_refused(tmp_path: Path) -> None:
         LoadHeader(runs={})
     with pytest.raises(SettingError, match="stack must be one of"):
         LoadLayer(stack="up", block=0, num_experts=1)  # type: ignore[arg-type]
+
+
+def test_validate_checks_a_load_table_by_its_own_rules(tmp_path: Path) -> None:
+    write_load_table(tmp_path, HEADER, iter(ROWS))
+    assert list(check_trace(tmp_path)) == []
+    values = json.loads((tmp_path / "load.json").read_text())
+    values["runs"]["a"][0]["num_experts"] = 2
+    (tmp_path / "load.json").write_text(json.dumps(values))
+    (problem,) = check_trace(tmp_path)
+    assert (problem.row, problem.reason) == (0, "it has 3 counts, the layer has 2 experts")
+    (tmp_path / "load.parquet").write_bytes(b"PAR1")
+    (problem,) = check_trace(tmp_path)
+    assert problem.row is None
+    assert "is damaged" in problem.reason
