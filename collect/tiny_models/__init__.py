@@ -26,7 +26,7 @@ from . import hybrid, special, text, vision_language
 from .sizes import VOCAB_SIZE, tiny_config
 from .tokenizer import tokenizer
 
-__all__ = ["FAMILIES", "VOCAB_SIZE", "build", "config_type", "tokenizer"]
+__all__ = ["FAMILIES", "FORMS", "VOCAB_SIZE", "build", "config_type", "tokenizer"]
 
 FAMILIES: dict[str, dict[str, Any]] = {
     **text.FAMILIES,
@@ -35,6 +35,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
     **special.FAMILIES,
 }
 """By the name of a family's folder in transformers: values of its config in place of the tiny sizes."""
+
+FORMS = (
+    "qwen3_moe",  # gate and up side by side
+    "gpt_oss",  # transposed, interleaved, with biases
+    "nemotron_h",  # no gate, a width of its own, in a hybrid
+    "muse_spark",  # a norm after each expert
+    "mixtral",  # per expert on disk
+    "deepseek_v3",  # dense blocks between
+    "gemma4",  # inside of a model that also sees
+    "ernie4_5_vl_moe",  # experts of its own for images
+    "inkling2_loop",  # called several times
+    "zaya",  # tokens may skip
+    *special.FAMILIES,
+)
+"""One family of each form of experts: enough for tests that do not ask for every family."""
 
 CONFIG_TYPES = {"inkling": "inkling_mm_model", "nllb_moe": "nllb-moe"}
 TEXT_ONLY = {"llama4"}  # its image-and-text class asks text outputs for image outputs and cannot run

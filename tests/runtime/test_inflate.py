@@ -57,7 +57,7 @@ def test_families_without_one_width_are_refused(name, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-@pytest.mark.parametrize("name", sorted(set(tiny_models.FAMILIES) - NO_WIDTH))
+@pytest.mark.parametrize("name", sorted(set(tiny_models.FORMS) - NO_WIDTH))
 def test_every_family_keeps_its_function(name, tmp_path):
     model = tiny_models.build(name)
     model.save_pretrained(tmp_path / "model")

@@ -15,7 +15,7 @@ from foregate.runtime.blocks import fill, layout_of, views
 from foregate.runtime.kernels import PRODUCTS, Kernel, choose_kernel, expert_rows, grouped_product, loop_product
 from transformers.integrations.moe import grouped_mm_experts_forward
 
-FUSED = sorted(set(tiny_models.FAMILIES) - set(special.FAMILIES))
+FUSED = sorted(set(tiny_models.FORMS) - set(special.FAMILIES))
 DTYPES = [torch.float32, torch.bfloat16]
 
 

@@ -46,7 +46,7 @@ def same(left: tuple[torch.Tensor, ...], right: tuple[torch.Tensor, ...]) -> boo
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", sorted(tiny_models.FAMILIES))
+@pytest.mark.parametrize("name", sorted(tiny_models.FORMS))
 def test_every_family_has_the_resident_bits(packed: Pack, name: str, dtype: torch.dtype) -> None:
     pair = packed(name, dtype)
     model = load(pair.store, slots=pair.least)

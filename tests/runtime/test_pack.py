@@ -55,7 +55,7 @@ def is_empty(folder, *allowed):
     return sorted(path.name for path in folder.iterdir()) == sorted(allowed)
 
 
-@pytest.mark.parametrize("name", sorted(tiny_models.FAMILIES))
+@pytest.mark.parametrize("name", sorted(tiny_models.FORMS))
 def test_every_family_is_packed_by_name(name, tmp_path):
     model = tiny_models.build(name)
     model.save_pretrained(tmp_path / "model")

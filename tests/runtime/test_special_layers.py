@@ -43,7 +43,7 @@ def _one_thread() -> None:
 
 
 def test_every_kind_has_a_layer_and_every_layer_a_kind() -> None:
-    assert set(LAYERS) == set(KINDS) == {"fused", *FAMILIES}
+    assert set(LAYERS) == set(KINDS) == {"fused", "zaya", *FAMILIES}
     assert all(layer.kind == kind for kind, layer in LAYERS.items())
 
 

@@ -78,7 +78,7 @@ def test_the_mini_models_are_bit_identical_at_a_quarter_and_a_tenth(name, tmp_pa
         assert report.misses > 0
 
 
-@pytest.mark.parametrize("name", sorted(tiny_models.FAMILIES))
+@pytest.mark.parametrize("name", sorted(tiny_models.FORMS))
 def test_the_resident_model_of_a_store_is_the_original(name, tmp_path):
     original = tiny_models.build(name)
     original.generation_config.max_length = 77
