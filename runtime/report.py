@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #1a1a1a; }
+h1, h2 { overflow-wrap: anywhere; }
 h2 { margin: 2.2rem 0 .4rem; border-top: 1px solid #d5d5d5; padding-top: 1rem; }
 .lead { font-size: 1.12rem; background: #eef3f8; border-left: 5px solid #2a5d8f; padding: .8rem 1rem; }
 .scroll { overflow-x: auto; }

@@ -103,7 +103,7 @@ def _overall(layers: list[dict[str, Any]]) -> dict[str, Any]:
 def _line(found: dict[str, Any]) -> str:
     mean = found["mean"]
     return (
-        f"mean over layers: entropy {number(mean['entropy'], 3)} of uniform, largest over mean load "
+        f"Mean over layers: entropy {number(mean['entropy'], 3)} of uniform, largest over mean load "
         f"{number(mean['max_over_mean'])}, {number(mean['batch_max_over_mean'])} in a batch; "
         f"{share(found['never_used'])} of the experts were never used."
     )
