@@ -7,7 +7,7 @@ recorded, that their top-k gives the recorded ids.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import numpy as np
 
@@ -24,6 +24,16 @@ class RowCheck:
 
     def __init__(self, header: TraceHeader) -> None:
         self.header, self.columns = header, columns_of(header.topology)
+        self.runs: dict[
+            str, list[tuple[int, int, int]]
+        ] = {}  # layers of equal k: how many, their k, their first column
+        for stack, columns in self.columns.items():
+            start, runs = 0, []
+            for top_k, layers in groupby(np.diff(columns.bounds).tolist()):
+                num_layers = len(list(layers))
+                runs.append((num_layers, top_k, start))
+                start += num_layers * top_k
+            self.runs[stack] = runs
 
     def __call__(self, row: SequenceRouting) -> list[str]:
         """List what is wrong with a row, in words; empty where nothing is."""
@@ -104,22 +114,22 @@ class RowCheck:
     def _first_repeat(self, row: SequenceRouting) -> tuple[int | None, np.ndarray]:
         """Find the first layer of the row's stack in which a token has an expert twice, and the tokens [T] that do.
 
-        Comparing each column with those behind it takes 25 microseconds for 128 tokens of 6 layers, top-4; sorting 90.
+        Comparing each choice with those behind it takes 15 microseconds for 128 tokens of 6 layers, top-4; sorting 90.
         """
-        columns, ids_WT = self.columns[row.stack], np.ascontiguousarray(row.experts.T)
-        ends_W = np.repeat(columns.bounds[1:], np.diff(columns.bounds))
-        pairs = []
-        for distance in range(1, int(np.diff(columns.bounds).max())):
-            first = np.flatnonzero(np.arange(len(ends_W)) + distance < ends_W)
-            ids = ids_WT[first]
-            same = (ids == ids_WT[first + distance]) & (ids >= 0)
-            if same.any():
-                pairs += [(int(first[place]), same[place]) for place in np.flatnonzero(same.any(axis=1))]
-        if not pairs:
-            return None, np.zeros(row.num_tokens, bool)
-        layers = [int(np.searchsorted(columns.bounds, column, side="right")) - 1 for column, _ in pairs]
-        layer = min(layers)
-        return layer, np.any([same for found, (_, same) in zip(layers, pairs, strict=True) if found == layer], axis=0)
+        ids_WT, first = np.ascontiguousarray(row.experts.T), 0
+        for num_layers, top_k, start in self.runs[row.stack]:
+            ids_LKT = ids_WT[start : start + num_layers * top_k].reshape(num_layers, top_k, row.num_tokens)
+            twice_LT = np.zeros((num_layers, row.num_tokens), bool)
+            for distance in range(1, top_k):
+                ahead = ids_LKT[:, distance:]
+                same = ids_LKT[:, :-distance] == ahead
+                if same.any():
+                    twice_LT |= (same & (ahead >= 0)).any(axis=1)
+            if twice_LT.any():
+                layer = int(np.argmax(twice_LT.any(axis=1)))
+                return first + layer, twice_LT[layer]
+            first += num_layers
+        return None, np.zeros(row.num_tokens, bool)
 
     def _scores(self, row: SequenceRouting) -> Iterator[str]:
         """Hold the ids to the scores that they were chosen from; among equal scores any may be chosen."""
