@@ -8,7 +8,7 @@ import numpy as np
 
 from ..report import new_figure
 from .curves import BASE, OPTIMUM
-from .names import name_of
+from .names import name_of, rate_of
 from .tables import WAYS
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def rate_figure(values: dict[str, Any]) -> Figure:
     axes = figure.subplots()
     colours = ["#0072B2" if WAYS[name].real else "#B9CFE0" for name in names]
     bars = axes.barh(range(len(names)), [rates[name] for name in names], color=colours)
-    axes.bar_label(bars, labels=[f"{rates[name]:.3g}" for name in names], padding=4)
+    axes.bar_label(bars, labels=[rate_of(rates[name]) for name in names], padding=4)
     axes.set_yticks(range(len(names)), [WAYS[name].words for name in names])
     axes.invert_yaxis()
     axes.set_xlabel("tokens/s (pale: needs perfect foresight, or all experts resident)")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .names import name_of
+from .names import name_of, rate_of
 
 Row = dict[str, str]
 
@@ -62,7 +62,7 @@ def gain_rows(values: Mapping[str, Any]) -> list[Row]:
         }
         row["reads/token"] = number(reads["lru" if name == "prefetch" else "belady"])
         if gains["tokens_per_s"] is not None:
-            row["tokens/s"] = f"{gains['tokens_per_s'][key]:.3g}"
+            row["tokens/s"] = rate_of(gains["tokens_per_s"][key])
         rows.append(row)
     return rows
 
@@ -71,7 +71,7 @@ def rate_rows(values: Mapping[str, Any]) -> list[Row]:
     """Give tokens per second of each way; none without a machine."""
     rates = values["gains"]["tokens_per_s"] or {}
     return [
-        {"way": way.words, "tokens/s": f"{rates[name]:.3g}", "over LRU": f"{rates[name] / rates['lru']:.2f} x"}
+        {"way": way.words, "tokens/s": rate_of(rates[name]), "over LRU": f"{rates[name] / rates['lru']:.2f} x"}
         for name, way in WAYS.items()
         if name in rates
     ]
@@ -87,7 +87,7 @@ def curve_rows(values: Mapping[str, Any], key: str = "miss_rate") -> list[Row]:
         row = {"policy": name_of(name)}
         for capacity, part, value in zip(curves["capacities"], curves["shares"], policy[key], strict=True):
             column = f"{capacity} ({100 * part:.0f}%)"
-            row[column] = share(value) if key == "miss_rate" else f"{value:.3g}"
+            row[column] = share(value) if key == "miss_rate" else rate_of(value)
         if key == "miss_rate":
             row["recovered"] = number(policy["recovered_share"])
         rows.append(row)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from .gains import Coverage, Gains, Misses, TokenTimes, gains_of, largest_gains, token_times
-from .names import name_of
+from .names import name_of, rate_of
 
 # Passes of one arm of `foregate demo` differ by as much (docs/performance.md: 12.7 to 14.0 tokens/s around 13.1).
 WORTH_GAIN = 1.05
@@ -189,7 +189,7 @@ def _at_most(found: Findings, gains: Gains) -> str:
     if found.times is None:
         return f"{slots} and LRU on demand = 1, {bounds}, whatever the machine."
     machine = found.machine or "this machine"
-    lru, limit = (f"{1 / seconds:.3g} tokens/s" for seconds in (found.times.lru, found.times.limit))
+    lru, limit = (f"{rate_of(1 / seconds)} tokens/s" for seconds in (found.times.lru, found.times.limit))
     return f"{slots} on {machine}, LRU on demand makes {lru}; {bounds} ({limit})."
 
 

@@ -15,6 +15,7 @@ import pytest
 from foregate.collect.topology import MoeTopology
 from foregate.collect.trace import Trace
 from foregate.runtime.assessment.assess import AssessConfig, assess
+from foregate.runtime.assessment.names import rate_of
 from foregate.runtime.assessment.page import write_assessment
 from foregate.runtime.hardware import HardwareProfile
 from foregate.runtime.time_model import ModelSizes
@@ -136,7 +137,7 @@ def test_the_tables_say_what_the_values_say(browser: Any, page: Path, values: di
     tables = shown(browser, page)
     gains = next(rows for caption, rows in tables.items() if caption.startswith("Gains over LRU"))
     assert [row[1] for row in gains[1:]] == [f"{values['gains'][name]:.2f} x" for name in ("prefetch", "cache", "both")]
-    assert gains[3][4] == f"{values['gains']['tokens_per_s']['limit']:.3g}"
+    assert gains[3][4] == rate_of(values["gains"]["tokens_per_s"]["limit"])
     curves = next(rows for caption, rows in tables.items() if caption.startswith("Miss rate by"))
     assert len(curves) == 1 + len(values["curves"]["policies"])
     for row, policy in zip(curves[1:], values["curves"]["policies"].values(), strict=True):
@@ -153,6 +154,16 @@ def test_the_tables_say_what_the_values_say(browser: Any, page: Path, values: di
     hot = next(rows for caption, rows in tables.items() if caption == "Share served by the hottest.")
     assert [row[1] for row in hot[1:]] == [f"{100 * item['held_out']:.1f} %" for item in values["coverage"]]
     assert not [cell for rows in tables.values() for row in rows for cell in row if cell in ("nan", "None", "inf")]
+
+
+def test_rates_have_three_digits_and_no_exponent() -> None:
+    assert [rate_of(rate) for rate in (0.12345, 12.345, 999.4, 999.6, 14_900.0)] == [
+        "0.123",
+        "12.3",
+        "999",
+        "1,000",
+        "14,900",
+    ]
 
 
 def test_a_page_without_times_ids_or_signals_is_shown_too(browser: Any, npz: Any, tmp_path: Path) -> None:
