@@ -104,21 +104,40 @@ def read_shard(path: Path, topology: MoeTopology, report: Report | None = None) 
     columns, first = columns_of(topology), 0
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            version = (file.schema_arrow.metadata or {}).get(VERSION_KEY, str(FORMAT_VERSION).encode())
-            if version != str(FORMAT_VERSION).encode():
-                raise TraceError(
-                    f"{path} has format version {version.decode(errors='replace')!r}; this foregate reads version "
-                    f"{FORMAT_VERSION}: record or import the trace again."
-                )
-            missing = [name for name in ("sequence", "stack", "experts") if name not in file.schema_arrow.names]
-            if missing:
-                raise TraceError(f"{path} lacks the column {missing[0]!r} of a routing trace; record it again.")
+            _check_schema(path, file.schema_arrow)
             for group in range(file.num_row_groups):
                 table = file.read_row_group(group)
                 yield from _rows(table, columns, first, report or _refuse(path), strict=report is None)
                 first += table.num_rows
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise TraceError(f"{path} is damaged ({error}); delete this shard or record the trace again.") from error
+
+
+def _check_schema(path: Path, schema: pa.Schema) -> None:
+    """Refuse another version, a missing column, and, in a shard of foregate's own, a column of another type.
+
+    A Parquet file's footer has no checksum: there a damaged byte can rename a column or change its type.
+    """
+    own, version = VERSION_KEY in (schema.metadata or {}), str(FORMAT_VERSION).encode()
+    found = (schema.metadata or {}).get(VERSION_KEY, version)
+    if found != version:
+        raise TraceError(
+            f"{path} has format version {found.decode(errors='replace')!r}; this foregate reads version "
+            f"{FORMAT_VERSION}: record or import the trace again."
+        )
+    for field in SCHEMA:
+        if field.name not in schema.names:
+            if own or field.name in ("sequence", "stack", "experts"):
+                raise TraceError(f"{path} lacks the column {field.name!r} of a routing trace; record it again.")
+            continue
+        kind = schema.field(field.name).type
+        rewritten = pa.types.is_large_list(kind) or pa.types.is_large_string(kind)  # by another tool; values are cast
+        nested = pa.types.is_nested(kind) == pa.types.is_nested(field.type)
+        if not nested or not (kind == field.type or rewritten or not own) or pa.types.is_binary(kind):
+            raise TraceError(
+                f"{path} is damaged (its column {field.name!r} holds {kind}, not {field.type}); delete this shard or "
+                "record the trace again."
+            )
 
 
 def _refuse(path: Path) -> Report:

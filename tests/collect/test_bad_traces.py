@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from foregate.cli.main import main
@@ -294,3 +295,20 @@ def test_merge_prints_what_it_made(path, tmp_path, capsys, monkeypatch) -> None:
     assert capsys.readouterr().out == "two: 3 sequences, 15 tokens in 1 shards, from 1 traces\n"
     assert main(["merge", "t", "--out", "two"]) == 2
     assert main(["merge", "--out", "three"]) == 2
+
+
+def test_a_footer_in_which_a_column_was_renamed_or_has_another_type(path, make_row) -> None:
+    shard, table = next(path.glob("shard-*")), table_of([make_row("s0")])
+    for name, kind in [("sequence", pa.binary()), ("prompt_tokens", pa.date32()), ("token_ids", pa.list_(pa.uint32()))]:
+        index = table.column_names.index(name)
+        pq.write_table(table.set_column(index, name, table.column(name).cast(kind)), shard)
+        refused(path, f"{shard} is damaged (its column {name!r} holds ")
+    for name in ("group", "weights"):
+        pq.write_table(
+            table.rename_columns([f"x{item}" if item == name else item for item in table.column_names]), shard
+        )
+        refused(path, f"{shard} lacks the column {name!r}")
+    wide = pa.array(table.column("experts").to_pylist(), pa.large_list(pa.int64()))
+    index = table.column_names.index("experts")
+    pq.write_table(table.set_column(index, "experts", wide), shard)  # as another tool may have written it again
+    assert list(check_trace(path)) == []
