@@ -9,7 +9,7 @@ Shapes: T tokens, K top-k, H hidden size, E experts, M rows of one expert.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import numpy as np
@@ -22,6 +22,7 @@ from ..blocks import BlockLayout
 from ..engine import ExpertEngine
 from ..forecast import Forecast
 from ..slots import SlotArena
+from .probe import check_layer
 
 
 class Listener(Protocol):
@@ -55,6 +56,8 @@ class OffloadedLayer(ABC):
 
     kind: ClassVar[str]
     """Key of its counterpart in `collect.kinds.KINDS`."""
+    PROBED: ClassVar[int] = 2
+    """Random experts of a probe; 1 stands for all."""
 
     def __init__(self, place: Place, module: Any, shared: Any = None) -> None:
         self.layer, self.engine, self.arena, self.layout, self.listener = place
@@ -75,7 +78,30 @@ class OffloadedLayer(ABC):
 
     @classmethod
     def prepare(cls, module: Any, layout: BlockLayout) -> Any:
-        """Find out, once for all layers of a layout, which computation gives the resident layer's bits."""
+        """Find out, once for all layers of a layout, which computation gives the resident layer's bits.
+
+        Raises:
+            ModelError: if none does.
+        """
+        shared = cls.choose(module, layout)
+        check_layer(cls, module, layout, shared)
+        return shared
+
+    @classmethod
+    def choose(cls, module: Any, layout: BlockLayout) -> Any:
+        """Choose what layers of a layout have in common, as a kernel; by default nothing."""
+        return None
+
+    @classmethod
+    def joined(cls, module: Any, blocks: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Make the resident module's parameters out of those of a probe's experts, by default as stacks."""
+        return {name: torch.stack([block[name] for block in blocks]) for name in blocks[0]}
+
+    @classmethod
+    def probe(
+        cls, module: Any, block: Mapping[str, torch.Tensor], tokens: int, generator: torch.Generator
+    ) -> tuple[Any, ...] | None:
+        """Give a call of the module in which the probe's experts alone are chosen; None compares nothing."""
         return None
 
     @classmethod

@@ -5,9 +5,10 @@ Shapes: T tokens, K top-k, S = T * K rows sorted by expert, M rows of one expert
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import accumulate, pairwise
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.nn import functional
@@ -22,6 +23,10 @@ class JetMoeLayer(BlockLayer):
     """Compute the block; `shared` is the gate."""
 
     kind = "jetmoe"
+    STORED: ClassVar[Mapping[str, str]] = {
+        "input_linear": "input_linear.weight",
+        "output_linear": "output_linear.weight",
+    }
 
     def __init__(self, place: Place, module: Any, shared: Gate) -> None:
         super().__init__(place, module, shared)
@@ -29,7 +34,7 @@ class JetMoeLayer(BlockLayer):
         self.width = _width(self.layout)
 
     @classmethod
-    def prepare(cls, module: Any, layout: BlockLayout) -> Gate:
+    def choose(cls, module: Any, layout: BlockLayout) -> Gate:
         """Choose a gate that gives an expert's rows the bits that they have among all rows."""
         activation = module.emptied[0].activation
 

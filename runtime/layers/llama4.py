@@ -8,8 +8,9 @@ sum over experts runs over all E, zeros included, as there.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -23,13 +24,15 @@ class Llama4Layer(BlockLayer):
     """Compute the block; `shared` is the kernel."""
 
     kind = "llama4"
+    STORED: ClassVar[Mapping[str, str]] = {"gate_up_proj": "experts.gate_up_proj", "down_proj": "experts.down_proj"}
+    TRANSPOSED = True
 
     def __init__(self, place: Place, module: Any, shared: BatchedKernel) -> None:
         super().__init__(place, module, shared)
         self.kernel = shared
 
     @classmethod
-    def prepare(cls, module: Any, layout: BlockLayout) -> BatchedKernel:
+    def choose(cls, module: Any, layout: BlockLayout) -> BatchedKernel:
         """Open a kernel with the gate of the block's experts: up times the activation of gate, halves of a row."""
         act_fn = module.emptied[0].experts.act_fn
 

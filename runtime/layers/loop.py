@@ -15,6 +15,7 @@ import torch
 
 from ...collect.kinds import kind_named
 from .base import OffloadedLayer, Place
+from .probe import random_rows
 
 
 class LoopLayer(OffloadedLayer):
@@ -24,6 +25,16 @@ class LoopLayer(OffloadedLayer):
         super().__init__(place, module, shared)
         self.module: Any = module.emptied[0]
         self.form = kind_named(self.kind)
+
+    @classmethod
+    def probe(
+        cls, module: Any, block: Mapping[str, torch.Tensor], tokens: int, generator: torch.Generator
+    ) -> tuple[Any, ...]:
+        """Give hidden states [T, H], ids [T, 2] and weights [T, 2]; the first matrix has H columns."""
+        first = next(iter(block.values()))
+        ids_T2 = torch.stack([torch.randperm(2, generator=generator) for _ in range(tokens)])
+        weights_T2 = torch.rand(tokens, 2, generator=generator).to(first.dtype)
+        return random_rows(tokens, first.shape[1], first.dtype, generator), ids_T2, weights_T2
 
     @abstractmethod
     def expert_rows(self, tensors: Mapping[str, torch.Tensor], x_MH: torch.Tensor) -> torch.Tensor:

@@ -8,12 +8,14 @@ recorded.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ...collect.kinds import kind_named
 from .base import OffloadedLayer, Place
+from .probe import random_rows
 
 
 class NllbLayer(OffloadedLayer):
@@ -25,6 +27,25 @@ class NllbLayer(OffloadedLayer):
         super().__init__(place, module, shared)
         self.module: Any = module.emptied[0]
         self.expert = self.module.get_submodule("expert_0")
+
+    @classmethod
+    def joined(cls, module: Any, blocks: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Name experts as the dictionary does."""
+        form = kind_named(cls.kind)
+        return {form.tensor_name(e, name): block[name] for e, block in enumerate(blocks) for name in block}
+
+    @classmethod
+    def probe(
+        cls, module: Any, block: Mapping[str, torch.Tensor], tokens: int, generator: torch.Generator
+    ) -> tuple[Any, ...]:
+        """Give hidden states [T, H], a mask [T, E] and weights [T, E], first and second choices taking turns."""
+        first = block["fc1.weight"]
+        mask_TE = torch.zeros(tokens, module.num_experts, dtype=torch.int64)
+        weights_TE = torch.zeros(tokens, module.num_experts)
+        weights_TE[:, :2] = torch.rand(tokens, 2, generator=generator)
+        for token in range(tokens):
+            mask_TE[token, token % 2] = 1
+        return random_rows(tokens, first.shape[1], first.dtype, generator), mask_TE, weights_TE.to(first.dtype)
 
     def forward(self, hidden_TH: torch.Tensor, mask_TE: torch.Tensor, weights_TE: torch.Tensor) -> torch.Tensor:
         """Give the sum [T, H] of what the two experts make of each token."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ...collect.kinds import kind_named
 from .base import OffloadedLayer, Place
+from .probe import random_rows
 
 
 class SwitchLayer(OffloadedLayer):
@@ -19,6 +21,24 @@ class SwitchLayer(OffloadedLayer):
         super().__init__(place, module, shared)
         self.module = module.emptied[0]
         self.expert = self.module.get_submodule("expert_0")
+
+    @classmethod
+    def joined(cls, module: Any, blocks: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Name experts as the dictionary does."""
+        form = kind_named(cls.kind)
+        return {form.tensor_name(e, name): block[name] for e, block in enumerate(blocks) for name in block}
+
+    @classmethod
+    def probe(
+        cls, module: Any, block: Mapping[str, torch.Tensor], tokens: int, generator: torch.Generator
+    ) -> tuple[Any, ...]:
+        """Give hidden states [T, H], a mask [T, 1, E] and weights [T, 1]; the last of several tokens is dropped."""
+        first = block["wi.weight"]
+        mask_T1E = torch.zeros(tokens, 1, module.num_experts, dtype=torch.int64)
+        for token in range(tokens - (tokens > 1)):
+            mask_T1E[token, 0, token % 2] = 1
+        weights_T1 = torch.rand(tokens, 1, generator=generator).to(first.dtype)
+        return random_rows(tokens, first.shape[1], first.dtype, generator), mask_T1E, weights_T1
 
     def forward(self, hidden_TH: torch.Tensor, mask_T1E: torch.Tensor, weights_T1: torch.Tensor) -> torch.Tensor:
         """Give each token's expert output [T, H], zero for tokens dropped by capacity."""

@@ -19,6 +19,7 @@ from foregate.runtime.blocks import layout_of
 from foregate.runtime.layers import LAYERS, Place, StandIn, layer_class, register_layer
 from foregate.runtime.layers.base import drop_parameters
 from foregate.runtime.layers.batched import BatchedKernel, copies_product
+from foregate.runtime.layers.probe import graft
 from foregate.runtime.layers.switch import SwitchLayer
 
 from .test_layers import Heard, Shuffled, in_slots
@@ -277,3 +278,42 @@ def test_kinds_without_a_layer_are_refused_and_can_be_given_one(monkeypatch: pyt
     assert layer_class("sorted") is sorted_layer
     with pytest.raises(SettingError, match="kind must not be one of fused, switch"):
         register_layer(type("Impostor", (SwitchLayer,), {}))
+
+
+CHANGES: dict[str, Callable[..., Any]] = {  # a family computed otherwise: its module's forward made out of the old one
+    "switch": lambda old: lambda self, hidden, mask, weights: old(self, hidden, mask, weights) * 2,
+    "nllb": lambda old: lambda self, hidden, mask, weights: _nllb_as_it_should_be(self, hidden, weights),
+    "llama4": lambda old: lambda self, hidden: (old(self, hidden)[0] + 1, old(self, hidden)[1]),
+    "dbrx": lambda old: lambda self, hidden, ids, weights: old(self, hidden, ids.flip(1), weights),
+    "jetmoe": lambda old: lambda self, hidden, mask: old(self, hidden),
+    "longcat": lambda old: lambda self, hidden, ids, weights: old(self, hidden, ids, weights.square()),
+    "step3p7": lambda old: lambda self, hidden, ids, weights: old(self, hidden, ids, weights).flip(0),
+}
+
+
+def _nllb_as_it_should_be(self: Any, hidden_TH: torch.Tensor, weights_TE: torch.Tensor) -> torch.Tensor:
+    """Let every expert with a weight run."""
+    parts = [self[f"expert_{e}"](hidden_TH) * weights_TE[:, e, None] for e in range(2)]
+    return sum(parts) * (1 - self.moe_token_dropout)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_a_version_of_transformers_that_computes_a_family_otherwise_is_refused(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_models.build(FAMILIES[kind])
+    form = type(model.get_submodule(find_moe_modules(model)[0].name))
+    monkeypatch.setattr(form, "forward", CHANGES[kind](form.forward))
+    with pytest.raises(ModelError, match=f"{form.__name__} of transformers .* experts; use a version of transformers"):
+        from_slots(kind, model, layer=0)
+
+
+def test_grafts_copy_no_more_than_they_change() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.SiLU()))
+    weight = torch.eye(2)
+    twin = graft(module, {"1.0.weight": weight})
+    assert torch.equal(twin.get_parameter("1.0.weight"), weight)
+    assert not torch.equal(module.get_parameter("1.0.weight"), weight)
+    assert twin.get_submodule("0") is module.get_submodule("0")
+    assert twin.get_submodule("1.1") is module.get_submodule("1.1")
+    assert not twin.get_parameter("1.0.weight").requires_grad
