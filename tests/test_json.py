@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from foregate.cli.main import main
 
@@ -42,6 +43,22 @@ def test_collect_and_validate(values: Values) -> None:
     made = values("collect", "--model", MODEL, "--config", "topics", "--out", "trace")
     assert {"sequences", "tokens"} <= set(made)
     assert values("validate", "trace") == {"ok": True, "problems": [], "more": False}
+
+
+def test_import_merge_simulate_and_assess(values: Values, folder: Path) -> None:
+    experts = np.random.default_rng(0).permuted(np.tile(np.arange(8, dtype=np.uint8), (40, 3, 1)), axis=-1)[..., :2]
+    for name in ("one", "two"):
+        np.savez(folder / f"{name}.npz", experts=experts, offsets=np.array([0, 10, 40]))
+    made = values("import", "one.npz", "--out", "imported")
+    assert (made["sequences"], made["tokens"], made["rows_read"], made["rows_dropped"]) == (2, 40, 40, {})
+    merged = values("merge", "one.npz", "two.npz", "--out", "both")
+    assert (merged["sequences"], merged["tokens"]) == (4, 80)
+    replayed = values("simulate", "imported", "--capacity", "0.25", "--as", "decode", "--policies", "lru,belady")
+    assert {"tokens", "capacity", "accesses", "policies"} <= set(replayed)
+    assert (replayed["tokens"], replayed["capacity"], replayed["accesses"]) == (40, 6, 240)
+    assert {"misses", "miss_rate", "recovered_share"} <= set(replayed["policies"]["belady"])
+    assessed = values("assess", "imported")
+    assert {"verdict", "gains", "curves", "signals", "overlap", "coverage", "load", "contamination"} <= set(assessed)
 
 
 def test_train_evaluate_and_export(values: Values, folder: Path) -> None:
