@@ -304,9 +304,8 @@ def test_a_footer_in_which_a_column_was_renamed_or_has_another_type(path, make_r
         pq.write_table(table.set_column(index, name, table.column(name).cast(kind)), shard)
         refused(path, f"{shard} is damaged (its column {name!r} holds ")
     for name in ("group", "weights"):
-        pq.write_table(
-            table.rename_columns([f"x{item}" if item == name else item for item in table.column_names]), shard
-        )
+        renamed = table.rename_columns([f"x{item}" if item == name else item for item in table.column_names])
+        pq.write_table(renamed.replace_schema_metadata(table.schema.metadata), shard)
         refused(path, f"{shard} lacks the column {name!r}")
     wide = pa.array(table.column("experts").to_pylist(), pa.large_list(pa.int64()))
     index = table.column_names.index("experts")
