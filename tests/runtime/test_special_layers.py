@@ -317,3 +317,12 @@ def test_grafts_copy_no_more_than_they_change() -> None:
     assert twin.get_submodule("0") is module.get_submodule("0")
     assert twin.get_submodule("1.1") is module.get_submodule("1.1")
     assert not twin.get_parameter("1.0.weight").requires_grad
+
+
+def test_a_layer_class_without_a_probe_is_not_compared_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(LAYERS["dbrx"], "probe", classmethod(lambda *args: None))
+    with caplog.at_level(logging.WARNING):
+        from_slots("dbrx", tiny_models.build("dbrx"), layer=0)
+    assert "dbrx experts are not compared with their module" in caplog.text
