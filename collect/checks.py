@@ -1,8 +1,8 @@
 """Checks of a routing trace: what the writer refuses and `foregate validate` reports. Knows rows, files and headers.
 
-Row checks (`row_checks.py`) look at one row. File checks look at the rows of one file together: not all zero, no warm-up
-or dummy batch (many identical rows or tokens: serving engines log one before the first request). Trace checks: each
-(sequence, stack, part) once.
+Row checks (`row_checks.py`) look at one row. File checks look at the rows of one file together: not all zero, no
+warm-up or dummy batch (many identical rows or tokens: serving engines log one before the first request). Trace checks:
+each (sequence, stack, part) once.
 """
 
 from __future__ import annotations
