@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 INTERFACE = re.compile(r"^@use_experts_implementation\b", re.MULTILINE)
@@ -24,9 +25,10 @@ NO_EXPERTS = {"doge": "its experts are rows of two embedding tables, not modules
 @cache
 def moe_families() -> tuple[str, ...]:
     """List the mixture-of-experts families of the installed transformers by the names of their folders, sorted."""
-    import transformers
-
-    models = Path(transformers.__file__).parent / "models"
+    spec = find_spec("transformers")  # its files, without a second of importing it
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    models = Path(spec.submodule_search_locations[0]) / "models"
     found = {path.parent.name for path in models.glob("*/modeling_*.py") if _routes(path)}
     return tuple(sorted((found | set(NOT_FOUND_BY_STRUCTURE)) - set(NO_EXPERTS)))
 

@@ -73,7 +73,9 @@ class Passes:
             how = "refines a canvas of tokens" if self.canvas_length else "does not generate"
             raise SettingError(f"generate must be 0 for {type(model).__name__}, which {how}; record a plain forward.")
         self.device = next(model.parameters()).device
-        own: Any = self.model.generation_config or GenerationConfig()  # None where a model does not generate
+        own: Any = (
+            getattr(self.model, "generation_config", None) or GenerationConfig()
+        )  # None where a model does not generate
         end_ids = own.eos_token_id
         self.end_ids: list[int] = end_ids if isinstance(end_ids, list) else [] if end_ids is None else [end_ids]
         known = (tokenizer.pad_token_id, own.pad_token_id, *self.end_ids, 0)

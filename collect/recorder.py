@@ -53,6 +53,10 @@ class LayerRouting(NamedTuple):
         ]
 
 
+class NoScoresError(ModelError):
+    """Router scores were asked for of a model whose ids do not come from a top-k."""
+
+
 class _Call(NamedTuple):
     """Hold one call of an experts module, on the model's device."""
 
@@ -179,7 +183,7 @@ class RoutingRecorder:
         where = f"MoE layer {index} ({self.modules[index].name})"
         for call in calls:
             if call.scores is None:
-                raise ModelError(
+                raise NoScoresError(
                     f"{where} has no scores: its ids do not come from a top-k (but from an argmax, a table of token "
                     "ids or a kernel); record this model without scores."
                 )
