@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .anatomy import text_model
 from .architectures import model_fingerprint, topology_of
 from .batches import Piece, batches_of, pieces_of
 from .config import CollectConfig
@@ -91,7 +92,7 @@ def _collect(
     generation = None
     if config.generate:
         generation = Generation(max_new_tokens=config.generate, temperature=config.temperature, seed=config.seed)
-    vocab_size = int(model.get_input_embeddings().num_embeddings)
+    vocab_size = int(text_model(model).get_input_embeddings().num_embeddings)
     pieces = pieces_of(
         documents,
         tokenizer,

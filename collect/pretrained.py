@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -59,8 +60,7 @@ def load_pretrained(
     target = choose_device(device)
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-        factory: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-        model, info = factory.from_pretrained(
+        model, info = _factory(config).from_pretrained(
             name, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
         )
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
@@ -76,6 +76,15 @@ def load_pretrained(
             "checkpoint."
         )
     return model.to(target).eval(), tokenizer
+
+
+def _factory(config: Any) -> Any:
+    """Choose the class that a checkpoint was saved as; where that has no head, a class of its family that has one."""
+    name = (config.architectures or [""])[0]
+    found = getattr(transformers, name, None)
+    if found is not None and not name.endswith("Model"):
+        return found
+    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:

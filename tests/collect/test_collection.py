@@ -328,3 +328,22 @@ def test_other_arithmetic(config) -> None:
     collect(replace(config, dtype="bfloat16", max_sequences=4))
     assert Trace.open(config.out).header.dtype == "bfloat16"
     assert len(rows_of(config)) == 4
+
+
+@pytest.mark.parametrize(
+    "name", ["llama4", "longcat_flash", "nllb_moe", "openai_privacy_filter", "qwen3_omni_moe", "step3p7"]
+)
+def test_models_of_any_class_are_collected(config, tmp_path, name) -> None:
+    """Of images and text, without a head for language, or with a part that is for text only."""
+    model = tiny_models.build(name)
+    model.save_pretrained(tmp_path / "model")
+    tiny_models.tokenizer(add_eos=model.config.is_encoder_decoder).save_pretrained(tmp_path / "model")
+    loaded, _ = load_pretrained(str(tmp_path / "model"))
+    assert type(loaded) is type(model)
+    config = replace(config, model=str(tmp_path / "model"), max_sequences=4, target_column=None)
+    collect(config)
+    rows = rows_of(config)
+    assert {row.sequence for row in rows} == {row.sequence for row in rows if row.num_tokens > 1}
+    assert Trace.open(config.out).header.topology.same_routing(topology_of(model))
+    skipped = any((row.experts < 0).any() for row in rows)
+    assert skipped == (name == "longcat_flash"), "identity experts alone are -1 where no capacity is reached"
