@@ -26,7 +26,8 @@ from transformers import PreTrainedModel
 
 from ..collect.architectures import INFLATED, MoeModule, expert_tensors, find_moe_modules
 from ..collect.errors import ModelError, SettingError
-from ..collect.kinds import Widening, kind_named
+from ..collect.kinds import kind_named
+from ..collect.kinds.base import Widening
 from ..collect.staging import staged_folder
 from .checkpoint import Checkpoint, open_checkpoint, read_header, safetensors_errors
 from .streaming import Layer, dense_state, expert_parameters, stream

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import nn
 
 from ..errors import ModelError, SettingError
-from .base import ExpertsKind, Routing, Widening
+from .base import ExpertsKind
 from .dbrx import DbrxKind
 from .fused import FusedKind
 from .jetmoe import JetMoeKind
@@ -19,7 +19,7 @@ from .step3p7 import Step3p7Kind
 from .switch import SwitchKind
 from .zaya import ZayaKind
 
-__all__ = ["EXCEPTIONS", "KINDS", "ExpertsKind", "Routing", "Widening", "kind_named", "kind_of", "register_kind"]
+__all__ = ["EXCEPTIONS", "KINDS", "kind_named", "kind_of", "register_kind"]
 
 KINDS: dict[str, ExpertsKind] = {
     kind.name: kind

@@ -16,7 +16,8 @@ from foregate.collect import kinds as registry
 from foregate.collect import tiny_models
 from foregate.collect.architectures import expert_tensors, find_moe_modules, topology_of
 from foregate.collect.errors import ModelError, SettingError
-from foregate.collect.kinds import EXCEPTIONS, KINDS, ExpertsKind, Widening, kind_named, kind_of, register_kind
+from foregate.collect.kinds import EXCEPTIONS, KINDS, kind_named, kind_of, register_kind
+from foregate.collect.kinds.base import ExpertsKind, Widening
 from foregate.collect.recorder import RoutingRecorder
 from torch import nn
 from torch.overrides import TorchFunctionMode
