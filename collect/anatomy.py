@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 OUTSIDE_TEXT = re.compile(r"vision|visual|image|video|audio|speech|talker|code2wav|^mtp|_mtp$")
-FEED_FORWARD = re.compile(r"MLP|Mlp|FeedForward|FFN|MoE|Moe|DenseActDense|Experts?\b")
+FEED_FORWARD = re.compile(r"(?:MLP|Mlp|FeedForward|FFN|MoE|Moe|MoeBlock|MoEBlock|Experts?|DenseActDense)$")
 ROUTER = re.compile(r"Router|Gate\b|Gating")
 MOST_NAMES = 6  # of each sort in a message
 

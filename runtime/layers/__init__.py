@@ -6,6 +6,8 @@ Importing it enters `foregate` into transformers' experts interface.
 from __future__ import annotations
 
 from ...collect.errors import ModelError, SettingError
+from ...collect.kinds import register_kind
+from ...collect.kinds.base import ExpertsKind
 from .base import OffloadedLayer, Place, StandIn
 from .dbrx import DbrxLayer
 from .fused import IMPLEMENTATION, FusedLayer
@@ -26,6 +28,7 @@ __all__ = [
     "Place",
     "StandIn",
     "layer_class",
+    "register_family",
     "register_layer",
 ]
 
@@ -68,3 +71,20 @@ def register_layer(layer: type[OffloadedLayer]) -> None:
     if LAYERS.get(layer.kind, layer) is not layer:
         raise SettingError(f"kind must not be one of {', '.join(LAYERS)}, got {layer.kind!r}.")
     LAYERS[layer.kind] = layer
+
+
+def register_family(kind: ExpertsKind, layer: type[OffloadedLayer] | None = None) -> None:
+    """Add a family whose experts have a form of their own: how they are recorded, and how they compute from slots.
+
+    Args:
+        kind: finds, reads and cuts the experts modules.
+        layer: its counterpart, of the same kind; without it the family can be recorded only.
+
+    Raises:
+        SettingError: if the name is taken, or kind and layer have different ones.
+    """
+    if layer is not None and layer.kind != kind.name:
+        raise SettingError(f"layer must be of the kind {kind.name!r}, got one of {layer.kind!r}.")
+    register_kind(kind)
+    if layer is not None:
+        register_layer(layer)
