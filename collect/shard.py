@@ -109,6 +109,11 @@ def read_shard(path: Path, topology: MoeTopology, report: Report | None = None) 
                 table = file.read_row_group(group)
                 yield from _rows(table, columns, first, report or _refuse(path), strict=report is None)
                 first += table.num_rows
+            if first != file.metadata.num_rows:  # a damaged footer: row groups that lie about their rows
+                raise TraceError(
+                    f"{path} is damaged (it has {first} rows, its footer says {file.metadata.num_rows}); delete this "
+                    "shard or record the trace again."
+                )
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise TraceError(f"{path} is damaged ({error}); delete this shard or record the trace again.") from error
 

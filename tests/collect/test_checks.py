@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -106,6 +107,15 @@ def contents(path: Path) -> list:
         (row.sequence, row.part, row.group, row.experts.tolist(), row.token_ids.tolist(), row.weights.tolist())
         for row in Trace.open(path)
     ]
+
+
+def test_a_row_group_that_claims_no_rows_is_damage(path) -> None:
+    shard = path / "shard-00000-00000.parquet"
+    data = bytearray(shard.read_bytes())
+    (rows_at,) = [match.start() + 1 for match in re.finditer(rb"\x16\x06\x26", bytes(data))]  # 3, as zigzag varint
+    data[rows_at] = 0
+    shard.write_bytes(data)
+    assert any("its footer says 3" in reason for reason in reasons(path))
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
