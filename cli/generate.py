@@ -61,11 +61,17 @@ def run(args: Any) -> int:
     import torch
     from transformers import TextStreamer
 
+    from ..collect.anatomy import text_model
     from ..runtime import load
     from ..runtime.checkpoint import open_tokenizer
 
-    model = load(args.store, trust_remote_code=args.trust_remote_code, **asdict(config))
-    with model.foregate as handle:
+    whole = load(args.store, trust_remote_code=args.trust_remote_code, **asdict(config))
+    model = text_model(whole)
+    with whole.foregate as handle:
+        if not model.can_generate():
+            raise ModelError(
+                f"{args.store} holds a {type(model).__name__}, which generates no text; run it from Python."
+            )
         tokenizer = open_tokenizer(Path(args.store), trust_remote_code=args.trust_remote_code)
         inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
         if not inputs["input_ids"].numel():

@@ -260,6 +260,16 @@ def test_the_command_generates_with_an_encoder_decoder(tmp_path, capsys):
     assert (value["token_ids"], value["text"]) == (new, text)
 
 
+def test_the_command_generates_with_the_part_that_does_or_refuses(tmp_path, capsys):
+    for name in ("qwen3_omni_moe", "openai_privacy_filter"):
+        tiny_models.build(name).save_pretrained(tmp_path / name)
+        tiny_models.tokenizer().save_pretrained(tmp_path / name)
+        pack(tmp_path / name, tmp_path / f"{name}-store")
+        code = program.main(["generate", str(tmp_path / f"{name}-store"), "--prompt", "abc", "--max-new-tokens", "3"])
+        assert code == (0 if name == "qwen3_omni_moe" else 1)
+    assert "TokenClassification, which generates no text" in capsys.readouterr().err
+
+
 def test_prompts_come_from_files_and_standard_input(folder, tmp_path, capsys, monkeypatch):
     (tmp_path / "prompt.txt").write_text("Hello")
     base = ["generate", str(folder / "store"), "--max-new-tokens", "3", "--json"]
