@@ -66,11 +66,21 @@ def run(args: Any) -> int:
 def _checked(names: list[str]) -> list[FamilyRow]:
     import rich.console
     import rich.progress
+    from transformers.utils import logging as transformers_logging
 
     from ..runtime.family_check import check_family
 
     console = rich.console.Console(stderr=True)
-    return [check_family(name) for name in rich.progress.track(names, "families", console=console)]
+    program, before = logging.getLogger("foregate"), logging.getLogger("foregate").level
+    bars = transformers_logging.is_progress_bar_enabled()
+    program.setLevel(logging.WARNING)  # hundreds of small models would each be announced
+    transformers_logging.disable_progress_bar()
+    try:
+        return [check_family(name) for name in rich.progress.track(names, "families", console=console)]
+    finally:
+        program.setLevel(before)
+        if bars:
+            transformers_logging.enable_progress_bar()
 
 
 def _said(row: FamilyRow) -> str:

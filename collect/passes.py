@@ -90,6 +90,8 @@ class Passes:
         """
         self.recorder.clear()
         with torch.inference_mode():
+            if self.canvas_length is not None:  # one by one: the canvas' positions follow the padded prompt
+                return [rows for piece in batch for rows in self._paired([piece], number)]
             return self._paired(batch, number) if self.paired else self._causal(batch, number)
 
     def _causal(self, batch: Sequence[Piece], number: int) -> list[list[SequenceRouting]]:
