@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,10 @@ def parser() -> Any:
         "and the rest as decode",
     )
     made.add_argument(
-        "--capacity", type=float, default=0.25, help="experts that fit in slots: a share below 1, or a number"
+        "--capacity",
+        type=str,
+        default="0.25",
+        help="experts that fit in slots: a number, or a share such as 0.25 or 25%; 1.0 are all, 1 is one",
     )
     add_hardware(made)
     made.add_argument("--seed", type=int, default=0, help="of the draw, of random eviction and of the intervals")
@@ -63,11 +67,18 @@ def run(args: Any) -> int:
     from ..runtime.assessment.assess import AssessConfig, assess
     from ..runtime.assessment.page import write_assessment
     from ..runtime.assessment.tables import lines_of
+    from .capacities import parse_capacities
     from .hardware_options import hardware_of, sizes_of
 
-    config = AssessConfig(sequences=args.sequences, reading=args.reading, capacity=args.capacity, seed=args.seed)
+    config = AssessConfig(sequences=args.sequences, reading=args.reading, seed=args.seed)
     hardware = hardware_of(args.hardware)
     trace = Trace.open(args.trace)
+    capacities = parse_capacities([args.capacity], trace.topology)
+    if len(capacities) > 1:
+        raise SettingError(
+            f"capacity must be one for an assessment, which draws the curve over all, got {args.capacity}."
+        )
+    config = replace(config, capacity=capacities[0])
     values = assess(trace, config, hardware, sizes_of(trace.header, args.expert_mib, args.dense_ms))
     return _give(args, page, values, write_assessment, lines_of)
 

@@ -52,9 +52,9 @@ def hardware_of(name: str | None) -> HardwareProfile | None:
     names = config_names(KIND)
     if not Path(name).is_file() and name not in names:
         near = get_close_matches(name, names, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint = f"did you mean {near[0]!r}? Legal" if near else "legal"
         raise SettingError(
-            f"There is no hardware profile {name!r}; {hint}Legal are {', '.join(names)}, or a file of "
+            f"There is no hardware profile {name!r}; {hint} are {', '.join(names)}, or a file of "
             "foregate bench hardware."
         )
     return load_profile(find_config(KIND, name))

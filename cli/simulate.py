@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..collect.errors import SettingError, TraceError
+from .capacities import parse_capacities
 from .hardware_options import add_hardware, hardware_of, sizes_of
 from .options import add_json
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from ..collect.topology import MoeTopology
     from ..collect.trace import SequenceRouting, Trace
     from ..runtime.hardware import HardwareProfile
     from ..runtime.simulation import PolicyResult
@@ -82,6 +82,8 @@ def run(args: Any) -> int:
         raise SettingError(f"policies must name at least one of {', '.join(SIMULATED)}, got nothing.")
     if args.sequences is not None and args.sequences < 1:
         raise SettingError(f"sequences must be at least 1, got {args.sequences}.")
+    if args.seed < 0:
+        raise SettingError(f"seed must be at least 0, got {args.seed}.")
     hardware = hardware_of(args.hardware)
     trace = Trace.open(args.trace)
     sizes = sizes_of(trace.header, args.expert_mib, args.dense_ms)
@@ -127,30 +129,6 @@ def run(args: Any) -> int:
     else:
         _print(reports)
     return 0
-
-
-def parse_capacities(texts: Sequence[str], topology: MoeTopology) -> list[int]:
-    """Read capacities such as 0.25, 25%, 192 or several with commas, as numbers of experts without repetition.
-
-    Raises:
-        SettingError: if one is no capacity of these experts.
-    """
-    from ..runtime.simulation import num_slots
-
-    found: dict[int, None] = {}
-    for text in _names(",".join(texts)):
-        try:
-            share = text.endswith("%") or "." in text
-            value = float(text.rstrip("% ")) / (100 if text.endswith("%") else 1)
-        except ValueError:
-            raise SettingError(
-                f"capacity must be a number of experts or a share such as 0.25 or 25%, got {text!r}."
-            ) from None
-        whole = share and value == 1.0  # 100 % of the experts, where a plain 1 is one expert
-        found[num_slots(topology.num_experts if whole else value, topology)] = None
-    if not found:
-        raise SettingError("capacity must be a number of experts or a share such as 0.25 or 25%, got nothing.")
-    return list(found)
 
 
 class _Split:

@@ -23,9 +23,11 @@ import pyarrow.parquet as pq
 from .errors import SettingError, TraceError
 from .staging import staged_file
 from .topology import STACKS, Stack
+from .trace import MAX_EXPERTS, MAX_LAYERS
 
 FORMAT_VERSION = 1
 HEADER_NAME, TABLE_NAME = "load.json", "load.parquet"
+MOST_TOKENS = 2**40  # of one expert in one batch: sums over 2^15 experts and many batches stay below 2^63
 ROW_GROUP = 4096  # rows; of 256 experts that is 8 MiB
 
 SCHEMA = pa.schema(
@@ -55,8 +57,12 @@ class LoadLayer:
     def __post_init__(self) -> None:
         if self.stack not in STACKS:
             raise SettingError(f"stack must be one of {', '.join(STACKS)}, got {self.stack!r}.")
-        if self.num_experts < 1:
-            raise SettingError(f"num_experts must be at least 1, got {self.num_experts} in block {self.block}.")
+        if type(self.block) is not int or not 0 <= self.block < MAX_LAYERS:
+            raise SettingError(f"block must lie in 0..{MAX_LAYERS - 1}, got {self.block!r}.")
+        if type(self.num_experts) is not int or not 1 <= self.num_experts <= MAX_EXPERTS:
+            raise SettingError(f"num_experts must lie in 1..{MAX_EXPERTS}, got {self.num_experts!r}.")
+        if self.top_k is not None and (type(self.top_k) is not int or not 1 <= self.top_k <= self.num_experts):
+            raise SettingError(f"top_k must lie in 1..{self.num_experts}, got {self.top_k!r} in block {self.block}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,8 +131,9 @@ def check_row(header: LoadHeader, row: LoadRow) -> str | None:
         return f"its stack is {row.stack!r}, layer {row.layer} of run {row.run!r} stands in {layer.stack!r}"
     if row.counts.shape != (layer.num_experts,):
         return f"it has {row.counts.size} counts, the layer has {layer.num_experts} experts"
-    if row.counts.size and row.counts.min() < 0:
-        return f"expert {int(row.counts.argmin())} has the count {int(row.counts.min())}, legal is 0 or more"
+    wrong = np.flatnonzero((row.counts < 0) | (row.counts > MOST_TOKENS))
+    if len(wrong):
+        return f"expert {wrong[0]} has the count {row.counts[wrong[0]]}, legal is 0..{MOST_TOKENS}"
     return None
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import lzma
 import math
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -14,6 +16,23 @@ from .checks import FEWEST_ZEROS
 from .errors import TraceError
 from .topology import MoeTopology
 from .trace import MAX_EXPERTS, SequenceRouting, Trace, TraceHeader
+
+# What NumPy and zipfile raise for damaged files; TokenError comes from a header with open brackets.
+UNREADABLE = (
+    OSError,
+    ValueError,
+    RuntimeError,
+    EOFError,
+    MemoryError,
+    OverflowError,
+    TypeError,
+    KeyError,
+    SyntaxError,
+    tokenize.TokenError,
+    zipfile.BadZipFile,
+    zlib.error,
+    lzma.LZMAError,
+)
 
 
 class NpzTrace(Trace):
@@ -38,9 +57,10 @@ class NpzTrace(Trace):
                 raw.seek(0)
                 with np.load(raw, allow_pickle=False) as file:
                     arrays = {name: file[name] for name in file.files}
-        except (OSError, ValueError, RuntimeError, zipfile.BadZipFile, EOFError, zlib.error, MemoryError) as error:
+        except UNREADABLE as error:
+            reason = " ".join(str(error).split()).rstrip(".")
             raise TraceError(
-                f"{path} is no readable .npz trace ({error}); give a file with experts and offsets."
+                f"{path} is no readable .npz trace ({reason}); give a file with experts and offsets."
             ) from error
         _check(path, arrays)
         experts = arrays["experts"]
@@ -114,12 +134,18 @@ def _check(path: Path, arrays: dict[str, np.ndarray]) -> None:
             f"{path}, row 0: all {experts.size} choices are expert {'0' if lowest == 0 else '0 or none'}: the "
             "recording of a router that never ran; record again."
         )
-    for name, per in (
-        ("token_ids", len(experts)),
-        ("weights", len(experts)),
-        ("prompt_len", len(offsets) - 1),
-        ("conversation", len(offsets) - 1),
-        ("category", len(offsets) - 1),
+    sequences = (len(offsets) - 1,)
+    for name, shape, kinds, legal in (
+        ("token_ids", experts.shape[:1], "iu", "integers"),
+        ("weights", experts.shape, "f", "floats"),
+        ("prompt_len", sequences, "iu", "integers"),
+        ("conversation", sequences, "iuU", "integers or strings"),
+        ("category", sequences, "iuU", "integers or strings"),
     ):
-        if name in arrays and arrays[name].shape[:1] != (per,):
-            raise TraceError(f"{path}: {name} has shape {arrays[name].shape}, expected {per} entries.")
+        found = arrays.get(name)
+        if found is None:
+            continue
+        if found.shape != shape or found.dtype.kind not in kinds:
+            raise TraceError(f"{path}: {name} must be {legal} {shape}, got {found.dtype} {found.shape}.")
+        if name in ("token_ids", "prompt_len") and (found.min() < 0 or found.max() >= 2**31):
+            raise TraceError(f"{path}: {name} run from {found.min()} to {found.max()}, legal is 0..{2**31 - 1}.")

@@ -51,6 +51,9 @@ class RowCheck:
     def _fields(self, row: SequenceRouting) -> Iterator[str]:
         if not row.sequence:
             yield "it has no sequence id"
+        for name in ("sequence", "group", "category", "source"):
+            if not _is_text(getattr(row, name)):
+                yield f"its {name} {getattr(row, name)[:60]!r} is no valid Unicode"
         if row.part < 0:
             yield f"its part is {row.part}, parts count from 0"
         whole = row.part == 0 and row.num_tokens < PART_TOKENS  # else later parts may hold more of the prompt
@@ -161,3 +164,12 @@ class RowCheck:
                     f"largest scores, {best.tolist()} ({int(wrong.sum())} such tokens)"
                 )
                 return
+
+
+def _is_text(value: str | None) -> bool:
+    """Say whether a name can be stored: JSON and file names may hold halves of surrogate pairs."""
+    try:
+        (value or "").encode()
+    except UnicodeEncodeError:
+        return False
+    return True

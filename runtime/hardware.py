@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from ..collect.errors import SettingError
+
+SMALLEST, LARGEST = 1e-9, 1e15  # of any figure: a picosecond's work to a petabyte
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,9 @@ class HardwareProfile:
     """Cores of the host."""
 
     def __post_init__(self) -> None:
+        for name in ("name", "link"):
+            if not isinstance(getattr(self, name), str):
+                raise SettingError(f"{name} must be a text, got {getattr(self, name)!r}; put it in quotes.")
         for name in ("link_gb_per_s", "memory_gb_per_s", "compute_tflop_per_s", "cores"):
             check_number(name, getattr(self, name), positive=True)
         for name in ("link_latency_us", "event_overhead_us"):
@@ -65,7 +69,7 @@ def load_profile(path: str | Path) -> HardwareProfile:
 
     try:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise SettingError(f"{path} is no readable YAML file ({' '.join(str(error).split())}).") from error
     names = [item.name for item in fields(HardwareProfile)]
     if not isinstance(values, dict):
@@ -85,12 +89,13 @@ def load_profile(path: str | Path) -> HardwareProfile:
 
 
 def check_number(name: str, value: object, *, positive: bool) -> None:
-    """Refuse what is no finite number above 0, or of at least 0.
+    """Refuse what is no number in SMALLEST..LARGEST, or 0 where that is legal too; then no time can overflow.
 
     Raises:
         SettingError: with the name and the value.
     """
-    number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
-    if not number or value < 0 or (positive and value == 0):  # pyright: ignore[reportOperatorIssue]
-        legal = "a positive number" if positive else "a number of at least 0"
-        raise SettingError(f"{name} must be {legal}, got {value!r}.")
+    number = value if isinstance(value, int | float) and not isinstance(value, bool) else -1
+    if SMALLEST <= number <= LARGEST or (not positive and number == 0):
+        return
+    legal = f"a number in {SMALLEST:g}..{LARGEST:g}" + ("" if positive else ", or 0")
+    raise SettingError(f"{name} must be {legal}, got {str(value)[:40]}.")

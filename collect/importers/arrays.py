@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import zipfile
-import zlib
 from pathlib import Path
 
 import numpy as np
 
 from ..errors import TraceError
-from ..npz import check_size
+from ..npz import UNREADABLE, check_size
 
 ZIP_MAGIC, NPY_MAGIC = b"PK\x03\x04", b"\x93NUMPY"
 
@@ -30,7 +29,7 @@ def member_names(path: Path) -> list[str]:
     try:
         with zipfile.ZipFile(path) as archive:
             return archive.namelist()
-    except (zipfile.BadZipFile, OSError, NotImplementedError):
+    except UNREADABLE:
         return []
 
 
@@ -52,7 +51,7 @@ def load_npz(path: Path) -> dict[str, np.ndarray]:
             raw.seek(0)
             with np.load(raw, allow_pickle=False) as file:
                 return {name: file[name] for name in file.files}
-    except (OSError, ValueError, RuntimeError, zipfile.BadZipFile, EOFError, zlib.error, MemoryError) as error:
+    except UNREADABLE as error:
         raise _unreadable(path, error) from error
 
 
@@ -64,7 +63,7 @@ def load_npy(path: Path) -> np.ndarray:
     """
     try:
         return np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+    except UNREADABLE as error:
         raise _unreadable(path, error) from error
 
 

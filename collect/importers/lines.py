@@ -83,11 +83,18 @@ def first_lines(path: Path, count: int) -> list[str]:
 
 
 def json_or_none(text: str) -> Any:
-    """Read one JSON value, None where the text is none."""
+    """Read one JSON value, None where the text is none or an object names a key twice."""
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_distinct)
     except (ValueError, RecursionError):
         return None
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):  # which of the two is meant, the file does not say
+        raise ValueError("a key stands twice")
+    return found
 
 
 def first_object(path: Path) -> dict[str, Any]:
@@ -114,5 +121,6 @@ def objects(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
             if lines.unfinished and number > 1:
                 yield number, None
                 return
-            raise TraceError(f"{path.name}, line {number}: it is no JSON object; give the file as its tool wrote it.")
+            what = "it is no JSON object, or one with a key twice"
+            raise TraceError(f"{path.name}, line {number}: {what}; give the file as its tool wrote it.")
         yield number, value

@@ -16,7 +16,7 @@ import numpy as np
 from ..errors import SettingError, TraceError
 from ..sequence import SequenceRouting
 from ..topology import MoeLayer, MoeTopology
-from ..trace import TraceHeader
+from ..trace import MAX_EXPERTS, TraceHeader
 from .arrays import array_names, check_offsets, load_npz
 from .config import ImportConfig
 from .contract import Importer, Reading, file_stem, refuse
@@ -49,6 +49,8 @@ class OlmoeLogits(Importer):
                 f"{config.source} holds files of different layers and experts, {sorted(shapes)}; import each."
             )
         ((num_layers, experts),) = shapes
+        if experts > MAX_EXPERTS:
+            raise TraceError(f"{config.source} has {experts} logits a layer, legal are {MAX_EXPERTS}; ids are int16.")
         if config.experts not in (None, experts):
             raise SettingError(f"experts must be {experts}, the number of logits, got {config.experts}.")
         if top_k > experts:
@@ -74,7 +76,7 @@ class OlmoeLogits(Importer):
         for path in paths:
             logits, offsets = _load(path)
             for index, (start, stop) in enumerate(pairwise(offsets)):
-                scores = logits[start:stop].astype(np.float32)
+                scores = logits[start:stop]
                 report.read(stop - start)
                 if start == stop:
                     report.note(f"{path.name}: sequence {index} is empty and left out.")
@@ -98,10 +100,12 @@ def _load(path: Path) -> tuple[np.ndarray, list[int]]:
         raise TraceError(
             f"{path.name}: logits must be floats [tokens, layers, experts], got {logits.dtype} {logits.shape}."
         )
+    with np.errstate(over="ignore"):
+        logits = logits.astype(np.float32)  # as they are recorded: ids, ties and scores must agree
     finite = np.isfinite(logits).all(axis=2)
     if not finite.all():
         token, layer = np.argwhere(~finite)[0].tolist()
-        raise refuse(path, f"token {token}", f"its logits in layer {layer} are not all finite")
+        raise refuse(path, f"token {token}", f"its logits in layer {layer} are not all finite in float32")
     flat = (logits == logits[:, :, :1]).all(axis=2)
     if flat.any():
         token, layer = np.argwhere(flat)[0].tolist()

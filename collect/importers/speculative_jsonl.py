@@ -114,7 +114,7 @@ def _problems(path: Path, report: ImportReport) -> Iterator[tuple[Any, str | Non
             report.drop(CUT_LINE, 1)
             break
         problem, dataset = value.get("problem_id"), value.get("dataset")
-        if not isinstance(problem, int | str):
+        if type(problem) not in (int, str):  # true equals 1
             raise refuse(path, f"line {number}", f"its problem_id must be a number or a string, got {problem!r}")
         if current is None or problem != current[0]:
             if problem in done:

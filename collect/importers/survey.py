@@ -16,6 +16,8 @@ from .config import ImportConfig
 from .contract import refuse
 from .report import ImportReport
 
+LARGEST_WEIGHT = 65504  # of float16
+
 
 class Survey:
     """Gather what the header needs, choice by choice; a choice that contradicts the ones before is refused."""
@@ -58,9 +60,11 @@ class Survey:
             or not all(type(w) in (int, float) for w in weights)
         ):
             raise refuse(path, place, f"its weights must be {len(ids)} numbers, got {str(weights)[:60]}")
-        low, high, total = min(weights), max(weights), sum(weights)
-        if not np.isfinite(total) or high > 65504 or low < -65504:
-            raise refuse(path, place, f"its weights {weights} are not all finite in float16")
+        low, high = min(weights), max(weights)  # where one is nan these may be, too, or the sum is
+        if not -LARGEST_WEIGHT <= low <= high <= LARGEST_WEIGHT or np.isnan(sum(weights)):
+            shown = str(weights)[:60]
+            raise refuse(path, place, f"its weights {shown} are not all finite in float16")
+        total = sum(weights)
         self._low, self._high = min(self._low, low), max(self._high, high)
         self._low_sum, self._high_sum = min(self._low_sum, total), max(self._high_sum, total)
 

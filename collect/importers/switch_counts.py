@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import cast
 
 import numpy as np
 
 from ..errors import SettingError, TraceError
-from ..load_table import LoadHeader, LoadLayer, LoadRow
+from ..load_table import MOST_TOKENS, LoadHeader, LoadLayer, LoadRow
 from ..topology import Stack
 from .arrays import array_names, load_npz
 from .config import ImportConfig
 from .contract import Importer, LoadReading, file_stem, refuse
 from .report import ImportReport
 
-NAME = re.compile(r"moe_l(?P<block>\d+)(?P<decoder>_decode)?")
+NAME = re.compile(r"moe_l(?P<block>[0-9]{1,9})(?P<decoder>_decode)?")
 ITERATION = "iteration"
 
 
@@ -43,6 +44,11 @@ class SwitchCounts(Importer):
         for path in paths:
             arrays = load_npz(path)
             found = _layers(arrays)
+            twice = next((after for before, after in pairwise(found) if before[1:] == after[1:]), None)
+            if twice is not None:
+                raise TraceError(
+                    f"{path.name} has two arrays of {twice[1]} block {twice[2]}, {twice[0]} is one of them."
+                )
             if not found:
                 raise TraceError(f"{path.name} has no array moe_l1, moe_l3, ...; give a file with counts per layer.")
             layers = []
@@ -99,6 +105,8 @@ def _batches(path: Path, arrays: dict[str, np.ndarray], count: int) -> list[int]
         raise TraceError(
             f"{path.name}: {ITERATION} must be {count} different integers, got {numbers.dtype} {numbers.shape}."
         )
+    if numbers.max() >= 2**63:
+        raise TraceError(f"{path.name}: {ITERATION} runs to {numbers.max()}, legal is less than 2^63.")
     return numbers.tolist()
 
 
@@ -110,5 +118,9 @@ def _check(path: Path, name: str, counts: np.ndarray, config: ImportConfig) -> N
     if counts.min() < 0:
         batch, expert = np.argwhere(counts < 0)[0].tolist()
         raise refuse(path, f"{name}, row {batch}", f"expert {expert} has the count {counts[batch, expert]}")
+    if counts.max() > MOST_TOKENS:
+        batch, expert = np.argwhere(counts > MOST_TOKENS)[0].tolist()
+        reason = f"expert {expert} has the count {counts[batch, expert]}, legal is 0..{MOST_TOKENS}"
+        raise refuse(path, f"{name}, row {batch}", reason)
     if not counts.any():
         raise TraceError(f"{path.name}: all counts of {name} are 0, the recording of a router that never ran.")

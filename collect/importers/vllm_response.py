@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import TraceError
+from ..npz import UNREADABLE
 from .arrays import NPY_MAGIC
 from .contract import refuse
 
@@ -106,8 +107,8 @@ def routing_array(path: Path, place: str, key: str, value: Any) -> np.ndarray | 
         return None
     try:
         array = _decoded(value)
-    except (ValueError, TypeError, KeyError, EOFError, OverflowError, MemoryError) as error:
-        reason = "it holds Python objects" if "pickle" in str(error) else str(error)[:80].rstrip(".")
+    except UNREADABLE as error:
+        reason = "it holds Python objects" if "pickle" in str(error) else " ".join(str(error).split())[:80].rstrip(".")
         raise refuse(path, place, f"{key} cannot be decoded ({reason})") from error
     if array.size == 0:
         return None
@@ -132,7 +133,7 @@ def _decoded(value: Any) -> np.ndarray:
         return np.frombuffer(data, DTYPES[value["dtype"]]).reshape(value["shape"])
     array = np.array(value)
     if array.dtype.kind == "O":
-        raise ValueError("its lists are of different lengths")
+        raise ValueError("its lists are of different lengths, or hold what is no integer")
     return array
 
 

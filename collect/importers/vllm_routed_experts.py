@@ -83,7 +83,7 @@ class VllmRoutedExperts(Importer):
         return Reading(header=header, rows=self._rows(paths, blocks, report))
 
     def _rows(self, paths: Sequence[Path], blocks: list[int], report: ImportReport) -> Iterator[SequenceRouting]:
-        names: dict[str, int] = {}
+        names: dict[str, int] = {}  # how often each id came, and what it was called then
         for item in _requests(paths, report):
             experts = item.experts[:, blocks]
             report.read(len(experts))
@@ -95,8 +95,11 @@ class VllmRoutedExperts(Importer):
                 report.note(
                     "The last generated token of a request was never fed to the model, so it is not in the trace."
                 )
-            names[item.name] = names.get(item.name, 0) + 1
-            name = item.name if names[item.name] == 1 else f"{item.name}#{names[item.name]}"
+            name = item.name
+            while name in names:
+                names[item.name] += 1
+                name = f"{item.name}#{names[item.name]}"
+            names[name] = 1
             row = SequenceRouting(
                 sequence=name,
                 group=item.group,

@@ -56,6 +56,8 @@ class AssessConfig:
             raise SettingError(f"as must be one of {', '.join(get_args(Reading))}, got {self.reading!r}.")
         if self.sequences is not None and self.sequences < 1:
             raise SettingError(f"sequences must be at least 1, got {self.sequences}.")
+        if self.seed < 0:
+            raise SettingError(f"seed must be at least 0, got {self.seed}.")
 
 
 def assess(

@@ -77,8 +77,8 @@ def check_policies(names: Iterable[str]) -> None:
         if name in SIMULATED:
             continue
         near = get_close_matches(name, SIMULATED, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise SettingError(f"There is no policy {name!r} to replay; {hint}Legal are {', '.join(SIMULATED)}.")
+        hint = f"did you mean {near[0]!r}? Legal" if near else "legal"
+        raise SettingError(f"There is no policy {name!r} to replay; {hint} are {', '.join(SIMULATED)}.")
 
 
 def make_policy(name: str, setting: PolicySetting) -> EvictionPolicy:

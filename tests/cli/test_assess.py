@@ -47,6 +47,9 @@ def test_the_terminal_gets_the_verdict_first(trace: Path, capsys: Any, tmp_path:
     [
         (["--as", "backwards"], "backwards"),
         (["--capacity", "25"], "capacity"),
+        (["--capacity", "0x10"], "capacity must be a number of experts or a share such as 0.25 or 25%, got '0x10'"),
+        (["--capacity", "0.25,0.5"], "capacity must be one"),
+        (["--seed", "-1"], "seed must be at least 0, got -1"),
         (["--sequences", "0"], "sequences must be at least 1"),
         (["--hardware", "rtx3091"], "rtx3090"),
         (["--expert-mib", "-1", "--hardware", "pcie4"], "expert-mib"),
@@ -65,3 +68,13 @@ def test_no_trace_is_a_failure_and_writes_nothing(tmp_path: Path, capsys: Any) -
     assert main(["assess", str(tmp_path / "none"), "--out", str(tmp_path / "page.html")]) == 1
     assert "no routing trace" in capsys.readouterr().err
     assert not (tmp_path / "page.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("capacity", "slots"), [("1.0", 24), ("100%", 24), ("1", 1), ("25%", 6), ("0.25", 6), ("7", 7)]
+)
+def test_a_capacity_means_what_it_means_to_simulate(trace: Path, capsys: Any, capacity: str, slots: int) -> None:
+    assert main(["assess", str(trace), "--json", "--capacity", capacity]) == 0
+    assert json.loads(capsys.readouterr().out)["capacity"] == slots
+    assert main(["simulate", str(trace), "--json", "--policies", "lru", "--capacity", capacity]) == 0
+    assert json.loads(capsys.readouterr().out)["capacity"] == slots

@@ -244,9 +244,28 @@ def test_npz(tmp_path) -> None:
         assert f"has no array {name!r}" in reasons(npz(tmp_path / "a.npz", **{name: None}))[0]
     assert "experts must be integers" in reasons(npz(tmp_path / "a.npz", experts=np.zeros((10, 4))))[0]
     assert "are not distinct" in reasons(npz(tmp_path / "a.npz", experts=np.ones((10, 2, 2), np.uint8)))[0]
-    assert "token_ids has shape (3,), expected 10" in reasons(npz(tmp_path / "a.npz", token_ids=np.arange(3)))[0]
-    assert "conversation has shape (1,), expected 2" in reasons(npz(tmp_path / "a.npz", conversation=np.arange(1)))[0]
+    assert (
+        "token_ids must be integers (10,), got int64 (3,)"
+        in reasons(npz(tmp_path / "a.npz", token_ids=np.arange(3)))[0]
+    )
+    assert (
+        "conversation must be integers or strings (2,), got int64 (1,)"
+        in reasons(npz(tmp_path / "a.npz", conversation=np.arange(1)))[0]
+    )
     assert "prompt_tokens is 5" in reasons(npz(tmp_path / "a.npz", prompt_len=np.array([5, 1])))[0]
+    for name, array, reason in (
+        ("token_ids", np.full(10, np.nan), "token_ids must be integers (10,), got float64"),
+        ("token_ids", np.ones((10, 2), int), "token_ids must be integers (10,), got int64 (10, 2)"),
+        ("token_ids", np.full(10, 2**40), "token_ids run from 1099511627776 to 1099511627776, legal is 0..2147483647"),
+        ("token_ids", np.full(10, -5), "token_ids run from -5 to -5"),
+        ("prompt_len", np.array([np.nan, 1]), "prompt_len must be integers (2,), got float64"),
+        ("prompt_len", np.array([1.5, 1]), "prompt_len must be integers (2,), got float64"),
+        ("prompt_len", np.array(["a", "b"]), "prompt_len must be integers (2,), got <U1"),
+        ("category", np.ones((2, 2)), "category must be integers or strings (2,), got float64 (2, 2)"),
+        ("weights", np.ones((10, 2)), "weights must be floats (10, 2, 2), got float64 (10, 2)"),
+        ("category", np.array(["\ud800", "b"]), "its category '\\ud800' is no valid Unicode"),
+    ):
+        assert reason in reasons(npz(tmp_path / "a.npz", **{name: array}))[0]
     wide = np.full((10, 2, 2), np.nan, np.float16)
     assert "not all finite" in reasons(npz(tmp_path / "a.npz", weights=wide))[0]
     (tmp_path / "b.npz").write_bytes((tmp_path / "a.npz").read_bytes()[:100])

@@ -62,11 +62,18 @@ def test_seconds_by_hand() -> None:
         ({**VALUES, "link_gb_per_sec": 1}, "no key 'link_gb_per_sec'; did you mean 'link_gb_per_s'"),
         ({**VALUES, "colour": 1}, "no key 'colour'; legal are name, link"),
         ({key: value for key, value in VALUES.items() if key != "cores"}, "lacks 'cores'"),
-        ({**VALUES, "memory_gb_per_s": 0}, "memory_gb_per_s must be a positive number, got 0"),
-        ({**VALUES, "link_latency_us": -1}, "link_latency_us must be a number of at least 0, got -1"),
-        ({**VALUES, "compute_tflop_per_s": "fast"}, "compute_tflop_per_s must be a positive number, got 'fast'"),
-        ({**VALUES, "compute_tflop_per_s": float("inf")}, "compute_tflop_per_s must be a positive number, got inf"),
-        ({**VALUES, "cores": True}, "cores must be a positive number, got True"),
+        ({**VALUES, "memory_gb_per_s": 0}, "memory_gb_per_s must be a number in 1e-09..1e+15, got 0"),
+        ({**VALUES, "link_latency_us": -1}, "link_latency_us must be a number in 1e-09..1e+15, or 0, got -1"),
+        ({**VALUES, "compute_tflop_per_s": "fast"}, "compute_tflop_per_s must be a number in 1e-09..1e+15, got fast"),
+        (
+            {**VALUES, "compute_tflop_per_s": float("inf")},
+            "compute_tflop_per_s must be a number in 1e-09..1e+15, got inf",
+        ),
+        ({**VALUES, "memory_gb_per_s": 1e-320}, "memory_gb_per_s must be a number in 1e-09..1e+15, got 1e-320"),
+        ({**VALUES, "link_gb_per_s": 10**400}, "link_gb_per_s must be a number in 1e-09..1e+15, got 1000"),
+        ({**VALUES, "name": float("nan")}, "name must be a text, got nan"),
+        ({**VALUES, "link": 4}, "link must be a text, got 4"),
+        ({**VALUES, "cores": True}, "cores must be a number in 1e-09..1e+15, got True"),
     ],
 )
 def test_a_damaged_profile_is_refused(values: object, reason: str, tmp_path: Path) -> None:
@@ -75,7 +82,7 @@ def test_a_damaged_profile_is_refused(values: object, reason: str, tmp_path: Pat
     assert reason in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["a: [", "!!python/object/apply:os.getcwd []", "\x00"])
+@pytest.mark.parametrize("text", ["a: [", "!!python/object/apply:os.getcwd []", "\x00", "[" * 3000])
 def test_what_is_no_plain_yaml_is_refused_and_nothing_of_it_is_run(text: str, tmp_path: Path) -> None:
     file = tmp_path / "profile.yaml"
     file.write_text(text, encoding="utf-8")

@@ -91,7 +91,11 @@ WRONG = {
     "tokens of another length": ({"token_ids": np.arange(3)}, "token_ids must be 4 integers"),
     "weights of another shape": ({"weights": np.ones((4, 1))}, "weights must be floats"),
     "weights that are none": ({"weights": np.full(EXPERTS.shape, np.nan)}, "token 0: its weights are not all finite"),
-    "prompts of another length": ({"prompt_len": [1]}, "prompt_len has shape"),
+    "prompts that are no numbers": ({"prompt_len": np.array([np.nan, 1])}, "prompt_len must be integers"),
+    "token ids beyond int32": ({"token_ids": np.full(4, 2**40)}, "legal is 0..2147483647"),
+    "categories in two dimensions": ({"category": np.ones((2, 2), int)}, "category must be integers or strings"),
+    "categories that are no text": ({"category": np.array(["\ud800", "b"])}, "category '.*' is no valid Unicode"),
+    "prompts of another length": ({"prompt_len": [1]}, "prompt_len must be integers"),
     "Python objects": ({"experts": np.array([None, 1], object)}, "it holds an array of Python objects"),
 }
 
