@@ -106,7 +106,8 @@ def source_files(source: Path) -> list[Path]:
             raise TraceError(f"{source} holds no files; give a file or a folder of files of one format.")
         return files
     if not source.is_file():
-        raise TraceError(f"{source} does not exist; give a file or a folder of files of one format.")
+        what = "is neither a file nor a folder" if source.exists() else "does not exist"
+        raise TraceError(f"{source} {what}; give a file or a folder of files of one format.")
     return [source]
 
 

@@ -50,6 +50,8 @@ class NpzTrace(Trace):
             TraceError: if the file is missing, damaged, or its arrays do not fit together.
         """
         path = Path(path)
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise TraceError(f"{path} is no file; give an .npz file with experts and offsets.")
         try:
             with path.open("rb") as raw, zipfile.ZipFile(raw) as archive:  # np.load leaves open what is no archive
                 for member in archive.infolist():

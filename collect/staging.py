@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob
 import os
 import shutil
@@ -50,12 +51,17 @@ def staged_folder(target: str | Path, needed_bytes: int = 0, *, replace: bool = 
         replace: whether a folder that stands there may be replaced; the caller has looked at what it holds.
 
     Raises:
-        SettingError: if `target` exists already and may not be replaced.
+        SettingError: if `target` exists already and may not be replaced, also where it appeared in the meantime.
         StoreError: if the disk has less than `needed_bytes` free.
     """
-    target = Path(target)
+    given, target = target, Path(target)
+    if target.is_symlink():
+        target = target.resolve()  # what it leads to is made or filled; the link itself stays
+    if target.name in ("", ".."):
+        raise SettingError(f"{given} cannot be replaced while it is in use; give a new folder.")
+    taken = SettingError(f"{given} exists already; give a new folder or remove it.")
     if not replace and target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise SettingError(f"{target} exists already; give a new folder or remove it.")
+        raise taken
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_stale(target)
     free = shutil.disk_usage(target.parent).free
@@ -68,9 +74,14 @@ def staged_folder(target: str | Path, needed_bytes: int = 0, *, replace: bool = 
     partial.mkdir()
     try:
         yield partial
-        if target.exists():
+        if replace and target.exists():
             target.rename(replaced)
-        partial.rename(target)
+        try:
+            partial.rename(target)  # over an empty folder at most: another process may have been quicker
+        except OSError as error:
+            if not replace and error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise taken from error
+            raise
     except BaseException as error:
         if replaced.exists() and not target.exists():
             replaced.rename(target)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from foregate.collect.errors import ForegateError, TraceError
+from foregate.collect.trace import Trace
 
 from .conftest import Import
 
@@ -143,3 +145,11 @@ def test_more_logits_than_ids_are_refused(imported: Import, tmp_path: Path) -> N
     values = np.random.default_rng(0).normal(size=(2, 1, 40_000))
     with pytest.raises(TraceError, match="has 40000 logits a layer, legal are 32768"):
         imported(logits(tmp_path, values))
+
+
+def test_a_pipe_is_not_waited_for(imported: Import, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.npz")
+    with pytest.raises(TraceError, match="is neither a file nor a folder"):
+        imported(tmp_path / "a.npz")
+    with pytest.raises(TraceError, match="is no file"):
+        Trace.open(tmp_path / "a.npz")
