@@ -9,6 +9,7 @@ from typing import Any
 
 from ..collect.errors import SettingError
 
+CAPACITY = "0.25"  # a quarter, as the reference counts have it
 PAGE = "assessment.html"  # its name where --out is a folder
 
 
@@ -41,7 +42,7 @@ def parser() -> Any:
     made.add_argument(
         "--capacity",
         type=str,
-        default="0.25",
+        default=CAPACITY,
         help="experts that fit in slots: a number, or a share such as 0.25 or 25%; 1.0 are all, 1 is one",
     )
     add_hardware(made)
@@ -61,6 +62,7 @@ def run(args: Any) -> int:
     if (Path(args.trace) / load_table.HEADER_NAME).is_file():
         from ..runtime.assessment.load_table import assess_load, load_lines, write_load
 
+        _refuse_options(args)
         values = assess_load(load_table.LoadTable.open(args.trace))
         return _give(args, page, values, write_load, load_lines)
     from ..collect.trace import Trace
@@ -81,6 +83,15 @@ def run(args: Any) -> int:
     config = replace(config, capacity=capacities[0])
     values = assess(trace, config, hardware, sizes_of(trace.header, args.expert_mib, args.dense_ms))
     return _give(args, page, values, write_assessment, lines_of)
+
+
+def _refuse_options(args: Any) -> None:
+    """Refuse options that say nothing about a load table, instead of leaving them out quietly."""
+    usual = {"sequences": None, "reading": "decode", "capacity": CAPACITY, "hardware": None}
+    for name, value in {**usual, "expert_mib": None, "dense_ms": None}.items():
+        if args[name] != value:
+            option = "as" if name == "reading" else name.replace("_", "-")
+            raise SettingError(f"{args.trace} is a load table, which holds no tokens to replay; leave out --{option}.")
 
 
 def _give(args: Any, page: Path | None, values: dict[str, Any], write: Any, lines_of: Any) -> int:

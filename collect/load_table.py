@@ -185,7 +185,7 @@ class LoadTable:
         header = Path(path) / HEADER_NAME
         try:
             value = json.loads(header.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise TraceError(f"{path} is no load table ({error}); give a folder that foregate import wrote.") from error
         return cls(Path(path), LoadHeader.from_json(value, str(header)))
 
@@ -196,7 +196,7 @@ class LoadTable:
                 for group in range(file.num_row_groups):
                     for values in file.read_row_group(group).to_pylist():
                         yield LoadRow(**{**values, "counts": np.asarray(values["counts"], np.int64)})
-        except (pa.ArrowException, OSError, TypeError, KeyError) as error:
+        except (pa.ArrowException, OSError, ValueError, TypeError, KeyError, OverflowError) as error:
             raise TraceError(f"{path} is damaged ({error}); import it again.") from error
 
     def problems(self) -> Iterator[tuple[int, str]]:

@@ -52,6 +52,8 @@ class HardwareBench:
         for item in ("file_mib", "threads", "rounds"):
             if getattr(self, item) < 1:
                 raise SettingError(f"{item} must be at least 1, got {getattr(self, item)}.")
+        if self.out is not None and (Path(self.out).is_dir() or not Path(self.out).name):
+            raise SettingError(f"{self.out} is a folder; give --out the name of a file, as here.yaml.")
         if self.out is not None and not Path(self.out).parent.is_dir():
             raise SettingError(f"{Path(self.out).parent} is no folder; give --out in one that exists.")
 

@@ -33,7 +33,7 @@ class SimulateBench:
     python_tokens: int = 1000
     """Tokens that are replayed in Python."""
     capacity: float = 0.25
-    """Share of the experts that the cache holds, or their number."""
+    """Experts that the cache holds: a share below 1, or their number."""
 
     def __post_init__(self) -> None:
         for name in ("tokens", "python_tokens"):

@@ -25,7 +25,7 @@ def how_replayed() -> str:
     version, reason = _numba()
     if version:
         return f"code compiled by numba {version}"
-    return f"Python, since numba cannot be imported ({reason}); the extra foregate[fast] has it"
+    return f"Python, since numba cannot be used ({reason}); the extra foregate[fast] has it"
 
 
 @cache
@@ -54,6 +54,8 @@ def _numba() -> tuple[str, str]:
     """Give numba's version, or an empty one and the reason why it cannot be used."""
     try:
         import numba
-    except ImportError as error:
-        return "", str(error)
-    return numba.__version__, ""
+
+        version, disabled = numba.__version__, numba.config.DISABLE_JIT  # pyright: ignore
+    except Exception as error:  # a broken llvmlite raises OSError, a NumPy that does not fit AttributeError
+        return "", " ".join(str(error).split())
+    return ("", "NUMBA_DISABLE_JIT is set") if disabled else (version, "")

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from foregate.collect.checks import check_trace
 from foregate.collect.errors import SettingError, TraceError
@@ -38,6 +40,7 @@ def test_rows_and_header_come_back(tmp_path: Path) -> None:
 
 
 WRONG = {
+    "a count whose sums could wrap": (row("a", 0, 1, [1, 2**40 + 1, 3]), "expert 1 has the count 1099511627777, legal"),
     "an unknown run": (row("c", 0, 1, [1, 2, 3]), "its run is 'c', the header has only a, b"),
     "an unknown layer": (row("a", 2, 1, [1, 2, 3]), "its layer is 2, run 'a' has layers 0..1"),
     "another stack": (row("a", 0, 1, [1, 2, 3], "causal"), "its stack is 'causal'"),
@@ -77,6 +80,7 @@ def test_other_versions_and_damage_are_refused(tmp_path: Path) -> None:
         list(LoadTable.open(tmp_path))
     for text, message in (
         ("{", "is no load table"),
+        ("[" * 100_000, "is no load table"),
         ("[]", "format version None"),
         (json.dumps({**HEADER.to_json(), "format_version": 2}), "format version 2, legal is 1"),
         (json.dumps({"format_version": 1, "runs": {"a": [{"stack": "up"}]}}), "no header"),
@@ -84,6 +88,14 @@ def test_other_versions_and_damage_are_refused(tmp_path: Path) -> None:
         (tmp_path / "load.json").write_text(text, encoding="utf-8")
         with pytest.raises(TraceError, match=message):
             LoadTable.open(tmp_path)
+    for values, message in (
+        ({"block": 99_999, "num_experts": 1}, "block must lie in 0..16383, got 99999"),
+        ({"block": "a", "num_experts": 1}, "block must lie in 0..16383, got 'a'"),
+        ({"block": 0, "num_experts": 10**9}, "num_experts must lie in 1..32768, got 1000000000"),
+        ({"block": 0, "num_experts": 2, "top_k": 3}, "top_k must lie in 1..2, got 3"),
+    ):
+        with pytest.raises(SettingError, match=message):
+            LoadLayer(stack="causal", **values)
     with pytest.raises(SettingError, match="at least one run"):
         LoadHeader(runs={})
     with pytest.raises(SettingError, match="stack must be one of"):
@@ -102,3 +114,12 @@ def test_validate_checks_a_load_table_by_its_own_rules(tmp_path: Path) -> None:
     (problem,) = check_trace(tmp_path)
     assert problem.row is None
     assert "is damaged" in problem.reason
+
+
+def test_columns_of_other_types_are_damage(tmp_path: Path) -> None:
+    write_load_table(tmp_path, HEADER, ROWS)
+    good = {"run": ["a"], "stack": ["encoder"], "layer": [0], "batch": [0]}
+    for counts in (["a", "b", "c"], [None, 1, 2], None):
+        pq.write_table(pa.table({**good, "counts": [counts]}), tmp_path / "load.parquet")
+        with pytest.raises(TraceError, match=r"load.parquet is damaged"):
+            list(LoadTable.open(tmp_path))

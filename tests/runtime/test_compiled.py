@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -72,8 +73,29 @@ def test_without_numba_replay_runs_in_python_and_says_why(monkeypatch: pytest.Mo
         memo.cache_clear()
         monkeypatch.setattr(compiled, memo.__name__, memo.__wrapped__)
     assert compiled.replays() == {}
-    assert "numba cannot be imported" in compiled.how_replayed()
+    assert "numba cannot be used" in compiled.how_replayed()
     assert miss_counts(events, 2, "lru", TOPOLOGY).tolist() == quick.tolist()
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+def test_code_that_numba_does_not_compile_is_not_called_compiled(
+    disabled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import numba
+
+    class Broken(types.ModuleType):
+        def __getattr__(self, name: str) -> None:
+            raise OSError("libllvmlite.so: cannot open shared object file")
+
+    if disabled:
+        monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
+    else:
+        monkeypatch.setitem(sys.modules, "numba", Broken("numba"))
+    for memo in (compiled.replays, compiled._numba):
+        monkeypatch.setattr(compiled, memo.__name__, memo.__wrapped__)
+    assert compiled.replays() == {}
+    reason = "NUMBA_DISABLE_JIT is set" if disabled else "libllvmlite.so: cannot open"
+    assert f"Python, since numba cannot be used ({reason}" in compiled.how_replayed()
 
 
 def one_sequence() -> Events:

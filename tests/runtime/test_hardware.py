@@ -122,3 +122,9 @@ def test_impossible_settings_are_refused(tmp_path: Path) -> None:
         HardwareBench(out=str(tmp_path / "absent" / "profile.yaml"))
     with pytest.raises(DataError, match="give --folder on the disk"):
         bench(HardwareBench(folder=str(tmp_path / "absent")))
+
+
+@pytest.mark.parametrize("out", [".", "", "/"])
+def test_a_profile_is_not_written_over_a_folder(out: str) -> None:
+    with pytest.raises(SettingError, match="is a folder; give --out the name of a file"):
+        HardwareBench(out=out)

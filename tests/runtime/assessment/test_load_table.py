@@ -47,3 +47,10 @@ def test_the_command_takes_a_load_table(table: Path, tmp_path: Path, capsys: Any
     assert "counts without tokens" in (tmp_path / "page.html").read_text(encoding="utf-8")
     assert main(["assess", str(table)]) == 0
     assert capsys.readouterr().out.startswith("This is a load table")
+
+
+@pytest.mark.parametrize("option", ["--hardware=h200", "--sequences=3", "--as=prefill", "--capacity=3", "--dense-ms=1"])
+def test_options_that_say_nothing_about_counts_are_refused(option: str, table: Path, capsys: Any) -> None:
+    assert main(["assess", str(table), option]) == 2
+    sentence = f"is a load table, which holds no tokens to replay; leave out {option.partition('=')[0]}."
+    assert sentence in capsys.readouterr().err.splitlines()[-1]
