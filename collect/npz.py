@@ -54,8 +54,7 @@ class NpzTrace(Trace):
             raise TraceError(f"{path} is no file; give an .npz file with experts and offsets.")
         try:
             with path.open("rb") as raw, zipfile.ZipFile(raw) as archive:  # np.load leaves open what is no archive
-                for member in archive.infolist():
-                    check_size(archive, member)
+                check_archive(archive)
                 raw.seek(0)
                 with np.load(raw, allow_pickle=False) as file:
                     arrays = {name: file[name] for name in file.files}
@@ -89,6 +88,26 @@ class NpzTrace(Trace):
                 experts=experts[start:stop].reshape(stop - start, width).astype(np.int16),
                 weights=None if weights is None else weights[start:stop].reshape(stop - start, width),
             )
+
+
+def check_archive(archive: zipfile.ZipFile) -> None:
+    """Refuse an archive whose arrays stand twice, lie about their size or do not fit into memory, before reading any.
+
+    Raises:
+        ValueError: with the reason.
+    """
+    import psutil
+
+    members = archive.infolist()
+    names = [member.filename for member in members]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"{twice} stands twice")
+    needed, free = sum(member.file_size for member in members), psutil.virtual_memory().available
+    if needed > free:
+        raise ValueError(f"its arrays need {needed / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are free")
+    for member in members:
+        check_size(archive, member)
 
 
 def check_size(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:

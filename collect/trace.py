@@ -122,7 +122,7 @@ class Trace:
             TraceError: if the path is missing, no trace, or of another format version.
         """
         path = Path(path)
-        if path.suffix == ".npz":
+        if path.suffix == ".npz" and not path.is_dir():
             from .npz import NpzTrace  # only readers of .npz pay for it
 
             return NpzTrace.open(path)

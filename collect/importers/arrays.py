@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import TraceError
-from ..npz import UNREADABLE, check_size
+from ..npz import UNREADABLE, check_archive
 
 ZIP_MAGIC, NPY_MAGIC = b"PK\x03\x04", b"\x93NUMPY"
 
@@ -46,8 +46,7 @@ def load_npz(path: Path) -> dict[str, np.ndarray]:
     """
     try:
         with path.open("rb") as raw, zipfile.ZipFile(raw) as archive:  # np.load leaves open what is no archive
-            for member in archive.infolist():
-                check_size(archive, member)
+            check_archive(archive)
             raw.seek(0)
             with np.load(raw, allow_pickle=False) as file:
                 return {name: file[name] for name in file.files}

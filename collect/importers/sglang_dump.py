@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from ..errors import TraceError
-from ..load_table import LoadHeader, LoadLayer, LoadRow
+from ..load_table import MOST_TOKENS, LoadHeader, LoadLayer, LoadRow
 from ..sequence import SequenceRouting
+from ..trace import MAX_EXPERTS
 from .arrays import member_names
 from .config import ImportConfig
 from .contract import Importer, LoadReading, Reading, file_stem, refuse
@@ -160,9 +161,18 @@ def _records(path: Path, value: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _array(path: Path, place: str, name: str, value: Any, ndim: int) -> np.ndarray:
     shape = tuple(getattr(value, "shape", ()))
+    wrong = refuse(path, place, f"{name} must be a tensor of integers with {ndim} dimensions")
     if len(shape) != ndim or value.is_floating_point() or value.is_complex():
-        raise refuse(path, place, f"{name} must be a tensor of integers with {ndim} dimensions")
-    return value.numpy()
+        raise wrong
+    try:
+        stored, array = value.untyped_storage().nbytes(), value.numpy()
+    except (TypeError, RuntimeError, NotImplementedError) as error:  # sparse, quantized, without data
+        raise wrong from error
+    if array.dtype.kind not in "iu":
+        raise wrong
+    if array.nbytes > stored:  # one number, expanded to a billion
+        raise refuse(path, place, f"{name} claims {array.nbytes} bytes and has {stored}")
+    return array
 
 
 def _map(path: Path, value: dict[str, Any]) -> np.ndarray | None:
@@ -173,6 +183,8 @@ def _map(path: Path, value: dict[str, Any]) -> np.ndarray | None:
     table = _array(path, MAP, MAP, found, 2)
     if not table.size or table.min() < 0:
         raise refuse(path, MAP, "it has ids below 0")
+    if table.max() >= MAX_EXPERTS:
+        raise refuse(path, MAP, f"it leads to expert {table.max()}, legal is 0..{MAX_EXPERTS - 1}")
     return table
 
 
@@ -199,12 +211,15 @@ def _counts(path: Path, config: ImportConfig) -> Iterator[tuple[int, np.ndarray]
     value = load_tensors(path)
     if STAT in value:
         steps = _array(path, STAT, STAT, value[STAT], 3)
-        yield from ((step, counts.astype(np.int64)) for step, counts in enumerate(steps) if counts.any())
+        for step, counts in enumerate(steps):
+            if counts.any():
+                yield step, _checked(path, f"step {step}", counts)
         return
     table = _map(path, value)
     for index, record in enumerate(_records(path, value)):
         place = f"pass {record.get('forward_pass_id', index)}"
-        counts = _array(path, place, COUNTS, record.get(COUNTS), 2).astype(np.int64)
+        counts = _array(path, place, COUNTS, record.get(COUNTS), 2)
+        counts = _checked(path, place, counts)
         if table is None:
             if config.experts is not None and counts.shape[1] != config.experts:
                 raise refuse(path, place, f"it counts {counts.shape[1]} physical experts and the dump has no map")
@@ -215,6 +230,13 @@ def _counts(path: Path, config: ImportConfig) -> Iterator[tuple[int, np.ndarray]
         logical = np.zeros((len(counts), int(table.max()) + 1), np.int64)
         np.add.at(logical, (np.arange(len(counts))[:, None], table), counts)
         yield index, logical
+
+
+def _checked(path: Path, place: str, counts: np.ndarray) -> np.ndarray:
+    """Give counts as int64."""
+    if counts.size and (counts.min() < 0 or counts.max() > MOST_TOKENS):
+        raise refuse(path, place, f"its counts run from {counts.min()} to {counts.max()}, legal is 0..{MOST_TOKENS}")
+    return counts.astype(np.int64)
 
 
 def _first_words(error: Exception) -> str:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import base64
 import json
 import os
+import types
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from foregate.collect.errors import ForegateError, TraceError
+from foregate.collect.importers.config import ImportConfig
+from foregate.collect.importing import import_source
 from foregate.collect.trace import Trace
 
 from .conftest import Import
@@ -42,8 +47,6 @@ def test_headers_that_lie_are_refused_in_every_way_they_come_in(name: str, impor
         imported(tmp_path / "a.npy")
     with pytest.raises(TraceError, match="is no readable NumPy file"):
         imported(tmp_path / "a.npy", format="vllm-routed-experts")
-    import zipfile
-
     with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
         archive.writestr("experts.npy", data)
         archive.writestr("offsets.npy", data)
@@ -153,3 +156,68 @@ def test_a_pipe_is_not_waited_for(imported: Import, tmp_path: Path) -> None:
         imported(tmp_path / "a.npz")
     with pytest.raises(TraceError, match="is no file"):
         Trace.open(tmp_path / "a.npz")
+
+
+def dump(folder: Path, **fields: Any) -> Path:
+    """Write a dump of one pass of five tokens, 3 layers, top-2; fields replace those of the pass, or map its ids."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.rand((3, 5, 8), generator=generator).argsort(-1)[:, :, :2]
+    record = {"forward_mode": 1, "input_ids": [1, 2, 3, 4, 5], "positions": [0, 1, 2, 3, 4], "topk_ids_of_layer": ids}
+    value = {"records": [{**record, **fields}], "last_physical_to_logical_map": fields.pop("map", None)}
+    torch.save(value, folder / "a.pt")
+    return folder / "a.pt"
+
+
+IDS = torch.arange(30).reshape(3, 5, 2) % 8
+TENSORS = {
+    "sparse": IDS.to_sparse(),
+    "without data": IDS.to("meta"),
+    "of truth values": IDS.to(torch.bool),
+    "of floats": IDS.float(),
+    "of two dimensions": IDS[0],
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_tensors_that_are_no_integers_are_refused(name: str, imported: Import, tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="topk_ids_of_layer must be a tensor of integers with 3 dimensions"):
+        imported(dump(tmp_path, topk_ids_of_layer=TENSORS[name]))
+
+
+def test_a_tensor_that_is_one_number_expanded_to_billions_is_refused(imported: Import, tmp_path: Path) -> None:
+    ids = torch.zeros(1, dtype=torch.int64).expand(3, 10**9, 2)
+    with pytest.raises(TraceError, match="topk_ids_of_layer claims 48000000000 bytes and has 8"):
+        imported(dump(tmp_path, topk_ids_of_layer=ids))
+
+
+def test_a_map_to_experts_that_no_model_has_is_refused(imported: Import, tmp_path: Path) -> None:
+    table = torch.arange(8).repeat(3, 1) + 10**9
+    with pytest.raises(TraceError, match="it leads to expert 1000000007, legal is 0"):
+        imported(dump(tmp_path, map=table))
+
+
+@pytest.mark.parametrize("count", [-1, 2**62])
+def test_counts_of_a_dump_that_cannot_be_are_refused(count: int, imported: Import, tmp_path: Path) -> None:
+    torch.save({"logical_count": torch.full((2, 3, 8), count)}, tmp_path / "a.pt")
+    with pytest.raises(TraceError, match=f"step 0: its counts run from {count} to {count}, legal is 0..1099511627776"):
+        imported(tmp_path / "a.pt")
+
+
+def test_an_array_that_stands_twice_or_fits_no_memory_is_refused(
+    imported: Import, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = logits(tmp_path, np.random.default_rng(0).normal(size=(2, 1, 10)))
+    monkeypatch.setattr("psutil.virtual_memory", lambda: types.SimpleNamespace(available=100))
+    with pytest.raises(TraceError, match=r"its arrays need 0.0 GiB of memory, 0.0 GiB are free"):
+        imported(path)
+    monkeypatch.undo()
+    with zipfile.ZipFile(path, "a") as archive, pytest.warns(UserWarning, match="Duplicate name"):
+        archive.writestr("offsets.npy", archive.read("offsets.npy"))
+    with pytest.raises(TraceError, match=r"offsets.npy stands twice"):
+        imported(path)
+
+
+def test_a_trace_may_be_written_under_any_name(tmp_path: Path) -> None:
+    source = logits(tmp_path, np.random.default_rng(0).normal(size=(2, 1, 10)))
+    import_source(ImportConfig(source=str(source), out=str(tmp_path / "b.npz")))  # a folder, not one file
+    assert sum(row.num_tokens for row in Trace.open(tmp_path / "b.npz")) == 2
