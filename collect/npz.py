@@ -7,6 +7,7 @@ import math
 import tokenize
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -100,9 +101,8 @@ def check_archive(archive: zipfile.ZipFile) -> None:
 
     members = archive.infolist()
     names = [member.filename for member in members]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise ValueError(f"{twice} stands twice")
+    if len(set(names)) < len(names):
+        raise ValueError(f"{Counter(names).most_common(1)[0][0]} stands twice")
     needed, free = sum(member.file_size for member in members), psutil.virtual_memory().available
     if needed > free:
         raise ValueError(f"its arrays need {needed / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are free")
