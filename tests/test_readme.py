@@ -21,7 +21,7 @@ README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 FOLDERS = ["collect", "predictors", "runtime", "train", "cli", "configs"]
 MOST_LINES = 250
-UNRUN = ("make", "git", "cd", "pip", "python -m pip")  # installation; the commands that follow stand on it
+UNRUN = ("make", "git", "cd", "pip", "python -m pip", ". ")  # installation; the commands that follow stand on it
 TIMEOUT_S = 240
 
 

@@ -17,11 +17,11 @@ from ...collect.trace import SequenceRouting, Trace
 from ..events import Reading, events_of
 from ..hardware import HardwareProfile
 from ..policies.registry import PolicySetting, make_policy
-from ..simulation import load_of, miss_counts, num_slots
+from ..simulation import early_load, load_of, miss_counts, num_slots
 from ..time_model import ModelSizes, event_costs
 from .contamination import contamination
 from .coverage import hot_set_coverage
-from .curves import BASE, Replay, capacities_of, miss_curves
+from .curves import BASE, EARLY, OTHERS, Replay, capacities_of, miss_curves
 from .findings import findings_of, gains_json, machine_json
 from .intervals import ratio
 from .load import balances, dropped_of
@@ -83,7 +83,8 @@ def assess(
     log.info("counting %s; replaying %s", sample.describe(), replayed.describe())
     replay = _replay(sample, replayed, capacity, config, hardware, sizes)
     signals = _signals(sample, trace.header.vocab_size, replay)
-    found = findings_of(replay, topology, signals, None if hardware is None else hardware.name)
+    absent = dropped_of(sample.rows) or 0.0
+    found = findings_of(replay, topology, signals, None if hardware is None else hardware.name, absent)
     verdict = judge(found)
     values = {
         "trace": str(trace.path),
@@ -165,7 +166,7 @@ def _replay(
         raise TraceError("No token of the trace uses an expert: all choices were dropped; record the trace again.")
     names = {row.sequence for row in replayed.rows}
     others = [row for row in sample.rows if row.sequence not in names]
-    load = load_of(events_of(others or replayed.rows, topology, config.reading), topology)
+    load = load_of(events_of(others, topology, config.reading), topology) if others else early_load(events, topology)
     counts = miss_curves(events, capacities_of(topology, capacity), topology, load=load, seed=config.seed)
     return Replay(
         events=events,
@@ -173,7 +174,7 @@ def _replay(
         capacity=capacity,
         counts=counts,
         load=load,
-        static_fitted_on="other sequences" if others else "the same sequences",
+        static_fitted_on=OTHERS if others else EARLY,
         costs=None if hardware is None or sizes.missing else event_costs(events, topology, sizes, hardware),
     )
 

@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 OPTIMUM = "belady"
 BASE = "lru"
+OTHERS, EARLY = "other sequences", "the first fifth of the same events"  # what a static hot set may be fitted on
 SHARES = (0.125, 0.25, 0.5, 0.75, 1.0)  # of all experts
 TOKENS = (0.5, 1.0, 2.0)  # of what a token uses in all layers; twice that is where caches bend (arXiv 2505.16056)
 APART = 1.12  # capacities closer than this tell the same
@@ -74,7 +75,7 @@ class Replay:
     load: np.ndarray
     """Uses of each expert that the static policy was fitted on, in flat order."""
     static_fitted_on: str
-    """Whether those were other sequences."""
+    """Which events those were: `OTHERS` or `EARLY`."""
     costs: EventCosts | None = None
     """Seconds that the events take on a machine; None where none or no sizes are known."""
 
@@ -88,8 +89,12 @@ class Replay:
 
     @property
     def free(self) -> str:
-        """The policy with the fewest misses that is told no future; LRU where none is better."""
-        free = [BASE, *(name for name in self.counts if name not in (BASE, OPTIMUM))]
+        """The policy with the fewest misses that is told no future; LRU where none is better.
+
+        A static hot set that saw part of what it is measured on is none of them.
+        """
+        told = {BASE, OPTIMUM} if self.static_fitted_on == OTHERS else {BASE, OPTIMUM, "static"}
+        free = [BASE, *(name for name in self.counts if name not in told)]
         return min(free, key=self.misses)
 
     def to_json(self, topology: MoeTopology) -> dict[str, Any]:

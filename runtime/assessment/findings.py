@@ -15,8 +15,14 @@ from .intervals import ratio_interval
 from .verdict import NOTHING, Findings, Verdict
 
 
-def findings_of(replay: Replay, topology: MoeTopology, signals: dict[str, Any], machine: str | None = None) -> Findings:
-    """Collect what the verdict rests on; with several stacks, the signals of the one with most MoE layers."""
+def findings_of(
+    replay: Replay, topology: MoeTopology, signals: dict[str, Any], machine: str | None = None, absent: float = 0.0
+) -> Findings:
+    """Collect what the verdict rests on; with several stacks, the signals of the one with most MoE layers.
+
+    Args:
+        absent: share of the choices that the trace does not hold.
+    """
     events, num_tokens = replay.events, replay.events.num_tokens
     misses = Misses(*(replay.misses(name) / num_tokens for name in (BASE, replay.free, OPTIMUM)))
     largest = max(topology.stacks, key=lambda stack: len(topology.layers_of(stack)) if stack in signals else -1)
@@ -40,6 +46,7 @@ def findings_of(replay: Replay, topology: MoeTopology, signals: dict[str, Any], 
         known=measured["popularity"]["recall"] if "popularity" in measured else None,
         times=times,
         machine=machine,
+        absent=absent,
     )
 
 

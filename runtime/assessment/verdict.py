@@ -28,11 +28,12 @@ EVICTION_SHARE = 0.11
 # Recall that the best signal must have over knowing popularity alone; intervals over sequences are about this wide.
 PREDICTABLE = 0.05
 AS_GOOD = "a trained predictor as good as those measured so far"
+INCOMPLETE = 0.25  # share of absent choices from where on a trace says little; expert capacity drops a few percent
 NOTHING = Coverage((), ())
 SATURATED = 2.0  # limit / compute from where on, even with perfect foresight, most of the time is reading
 RATIOS = np.geomspace(1e-3, 1e3, 601)  # time to read LRU's misses / compute: machines to look through
 
-Kind = Literal["fits", "saturated", "free_suffices", "unpredictable", "train", "depends"]
+Kind = Literal["incomplete", "fits", "saturated", "free_suffices", "unpredictable", "train", "depends"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +62,8 @@ class Findings:
     """On the machine that was asked about; None without sizes."""
     machine: str | None = None
     """Its name."""
+    absent: float = 0.0
+    """Share of the choices that the trace does not hold (-1)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +126,7 @@ def judge(found: Findings) -> Verdict:
         room=room,
         attainable=attained,
         worth_between=between,
-        sentence=f"{_at_most(found, gains)} {_worth(training)} {because}",
+        sentence=f"{_at_most(found, gains)} {_worth(kind, training)} {because}",
         because=because,
     )
 
@@ -131,6 +134,13 @@ def judge(found: Findings) -> Verdict:
 def _case(
     found: Findings, room: float | None, attained: float | None, between: list[float] | None
 ) -> tuple[Kind, bool | None, str]:
+    if found.absent >= INCOMPLETE:
+        return (
+            "incomplete",
+            None,
+            f"{found.absent:.0%} of the choices are absent from this trace, so its misses are not the model's; record "
+            "or import all MoE layers of every token.",
+        )
     if found.fits:
         every = "everything fits" if found.capacity >= found.num_experts else "all experts that the trace uses fit"
         return "fits", False, f"{every}: each expert is read once, and there is nothing left to prefetch or to evict."
@@ -163,7 +173,7 @@ def _case(
     return (
         "free_suffices",
         False,
-        f"{_free(found)} is within {_percent(room)} of the limit, and {AS_GOOD} would gain {_percent(attained)}.",
+        f"the limit is {_percent(room)} faster than {_free(found)}, and {AS_GOOD} would gain {_percent(attained)}.",
     )
 
 
@@ -193,7 +203,9 @@ def _at_most(found: Findings, gains: Gains) -> str:
     return f"{slots} on {machine}, LRU on demand makes {lru}; {bounds} ({limit})."
 
 
-def _worth(training: bool | None) -> str:
+def _worth(kind: Kind, training: bool | None) -> str:
+    if kind == "incomplete":
+        return "Whether training is worth it cannot be said:"
     if training is None:
         return "Whether training is worth it depends on the machine:"
     return "Training is worth it here:" if training else "Training is not worth it here:"

@@ -74,7 +74,7 @@ def test_numbers_are_those_of_replay(trace: Rows) -> None:
     assert values["gains"]["misses_per_token"]["lru"] == pytest.approx(lru.misses / (12 * 24))
     assert values["gains"]["lru_over_belady"] == pytest.approx(lru.misses / belady.misses)
     assert values["counted"]["drawn"] == "all"
-    assert values["curves"]["static_fitted_on"] == "the same sequences"
+    assert values["curves"]["static_fitted_on"] == "the first fifth of the same events"
 
 
 def test_belady_is_the_best_at_every_capacity_and_all_experts_miss_once(trace: Rows) -> None:

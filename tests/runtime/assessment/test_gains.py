@@ -91,7 +91,14 @@ def test_a_tiny_working_set_needs_only_a_cache() -> None:
     assert (verdict.kind, verdict.training) == ("free_suffices", False)
     assert verdict.gains.both == pytest.approx(1.02)
     assert "not worth it" in verdict.sentence
-    assert "LRU with the free signal token table is within" in verdict.sentence
+    assert "faster than LRU with the free signal token table" in verdict.sentence
+
+
+def test_a_trace_that_lacks_most_choices_gets_no_verdict() -> None:
+    verdict = judge(findings(Misses(lru=10, free=8, belady=5), 4.0, 1.0, absent=0.8))
+    assert (verdict.kind, verdict.training) == ("incomplete", None)
+    assert "cannot be said: 80% of the choices are absent" in verdict.sentence
+    assert judge(findings(Misses(lru=10, free=8, belady=5), 4.0, 1.0, absent=0.05)).kind != "incomplete"
 
 
 def test_a_saturated_link_wants_slots_and_not_training() -> None:
