@@ -14,7 +14,6 @@ from typing import BinaryIO
 from .errors import SettingError, StoreError
 
 PARTIAL = ".partial-"  # followed by the writer's process id
-REPLACED = ".replaced-"  # what stood there before, while the new folder takes its place
 
 
 @contextlib.contextmanager
@@ -40,7 +39,7 @@ def staged_file(path: Path) -> Iterator[BinaryIO]:
 
 
 @contextlib.contextmanager
-def staged_folder(target: str | Path, needed_bytes: int = 0, *, replace: bool = False) -> Iterator[Path]:
+def staged_folder(target: str | Path, needed_bytes: int = 0) -> Iterator[Path]:
     """Give an empty folder beside `target` to write into, and rename it to `target` at the end.
 
     After an error, Ctrl-C or SIGTERM (where it raises) nothing is left and `target` is as it was. What a killed process
@@ -48,10 +47,9 @@ def staged_folder(target: str | Path, needed_bytes: int = 0, *, replace: bool = 
 
     Args:
         needed_bytes: what the disk must have free.
-        replace: whether a folder that stands there may be replaced; the caller has looked at what it holds.
 
     Raises:
-        SettingError: if `target` exists already and may not be replaced, also where it appeared in the meantime.
+        SettingError: if `target` exists already and is no empty folder, also where it appeared in the meantime.
         StoreError: if the disk has less than `needed_bytes` free.
     """
     given, target = target, Path(target)
@@ -60,7 +58,7 @@ def staged_folder(target: str | Path, needed_bytes: int = 0, *, replace: bool = 
     if target.name in ("", ".."):
         raise SettingError(f"{given} cannot be replaced while it is in use; give a new folder.")
     taken = SettingError(f"{given} exists already; give a new folder or remove it.")
-    if not replace and target.exists() and not (target.is_dir() and not any(target.iterdir())):
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise taken
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_stale(target)
@@ -70,26 +68,21 @@ def staged_folder(target: str | Path, needed_bytes: int = 0, *, replace: bool = 
             f"{target} needs {_gib(needed_bytes)} and {target.parent} has {_gib(free)} free; "
             "free some space or name another folder."
         )
-    partial, replaced = (target.with_name(f".{target.name}{mark}{os.getpid()}") for mark in (PARTIAL, REPLACED))
+    partial = target.with_name(f".{target.name}{PARTIAL}{os.getpid()}")
     partial.mkdir()
     try:
         yield partial
-        if replace and target.exists():
-            target.rename(replaced)
         try:
             partial.rename(target)  # over an empty folder at most: another process may have been quicker
         except OSError as error:
-            if not replace and error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise taken from error
             raise
     except BaseException as error:
-        if replaced.exists() and not target.exists():
-            replaced.rename(target)
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError) and error.errno is not None and error.filename is None:
             error.filename = str(target)  # so that a full disk can be named
         raise
-    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _remove_stale(target: Path) -> None:

@@ -132,15 +132,14 @@ def check_target(out: Path) -> None:
     """Refuse a path that no bundle can be written to; a run calls this before its slow parts.
 
     Raises:
-        BundleError: if `out` is something else than a bundle or an empty folder; what it holds would be deleted.
+        BundleError: if something stands there already, an empty folder aside: nothing is ever replaced.
     """
     if not out.name:
         raise BundleError(f"{out} is no name for a bundle; name a folder that is empty or does not exist.")
     if not out.exists():
         return
-    names = {item.name for item in out.iterdir()} if out.is_dir() else {""}
-    if names and not (CARD in names and names <= {CARD, GRAPH, WEIGHTS}):  # models have cards, too
-        raise BundleError(f"{out} exists and is no predictor bundle; remove it or name another folder.")
+    if not out.is_dir() or any(out.iterdir()):
+        raise BundleError(f"{out} exists already; remove it or name another folder.")
 
 
 def _checksums(folder: Path, card: dict[str, Any]) -> dict[str, str]:

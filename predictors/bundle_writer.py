@@ -45,13 +45,13 @@ def write_bundle(
         trained_on: sequences whose fingerprints are kept.
 
     Raises:
-        BundleError: if the graph differs from the network by more than 1e-4, or `out` is something else.
+        BundleError: if the graph differs from the network by more than 1e-4, or something stands at `out` already.
     """
     from safetensors.numpy import save_file
 
     out = Path(out)
     check_target(out)
-    with staged_folder(out, replace=True) as folder:
+    with staged_folder(out) as folder:
         graph = export_graph(network)
         report = parity(network, graph, real[:REAL_ROWS])
         (folder / GRAPH).write_bytes(graph)
