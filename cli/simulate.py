@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ..runtime.time_model import ModelSizes
 
 DEFAULT_CAPACITY = "0.25"
+TABLE_WIDTH = 110  # columns that the widest table takes
 
 
 def parser() -> Any:
@@ -215,7 +216,8 @@ def _print(reports: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    first, console = reports[0], Console()
+    # a narrow terminal wraps lines; rich itself would cut names that the next command needs
+    first, console = reports[0], Console(width=max(TABLE_WIDTH, Console().width))
     console.print(
         f"{first['trace']}: {first['sequences']} sequences, {first['tokens']} tokens as {first['as']}, "
         f"{first['accesses']} accesses",
@@ -226,7 +228,7 @@ def _print(reports: list[dict[str, Any]]) -> None:
         timed = report["times_missing"] is None
         table.add_column("policy")
         heads = ["misses", "miss rate", "recovered"]
-        for head in heads + ["ms/token", "stall s", "of the limit", "ms/token, prefetched"] * timed:
+        for head in heads + ["ms/token", "stall s", "x limit", "ms/token, prefetched"] * timed:
             table.add_column(head, justify="right")
         for name, row in report["policies"].items():
             share = row["recovered_share"]

@@ -173,3 +173,13 @@ def test_the_reference_counts(shared: Path, capsys: pytest.CaptureFixture[str]) 
     )
     found = [(r["capacity"], r["accesses"], *(p["misses"] for p in r["policies"].values())) for r in reports]
     assert found == [(96, 805_920, 431_052, 287_678), (192, 805_920, 289_640, 134_012)]
+
+
+def test_a_narrow_terminal_cuts_no_name(
+    trace: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    machine = ("--hardware", "rtx3090", "--expert-mib", "1", "--dense-ms", "1")
+    assert main(["simulate", trace, *machine]) == 0
+    out = capsys.readouterr().out
+    assert all(f" {name} " in out for name in (*SIMULATED, "ms/token, prefetched"))
