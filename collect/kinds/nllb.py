@@ -8,17 +8,17 @@ whatever the router chose. What is recorded is the router's choice; what is comp
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from .base import ExpertsKind, Routing
-from .switch import PREFIX, of_expert_module
+from .base import Routing
+from .dictionary import DictionaryKind
 
 
-class NllbKind(ExpertsKind):
+class NllbKind(DictionaryKind):
     """A ModuleDict `expert_0 ..` of `fc1`, `fc2` with dropout of whole tokens."""
 
     name = "nllb"
@@ -45,15 +45,3 @@ class NllbKind(ExpertsKind):
         ids_N2 = torch.stack([first_N, second_N], dim=1)
         weights_N2 = weights_NE.gather(1, ids_N2)
         return Routing(torch.where(kept_N2, ids_N2, -1), torch.where(kept_N2, weights_N2, 0.0))
-
-    def stored(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        """Give all parameters, expert by expert."""
-        return dict(module.named_parameters())
-
-    def expert(self, tensors: Mapping[str, torch.Tensor], expert: int, num_experts: int) -> dict[str, torch.Tensor]:
-        """Give the parameters of one expert module, without its prefix."""
-        return of_expert_module(tensors, expert)
-
-    def tensor_name(self, expert: int, name: str) -> str:
-        """Name it as the model does: expert_3.fc1.weight."""
-        return f"{PREFIX}{expert}.{name}"

@@ -42,7 +42,7 @@ class LoopLayer(OffloadedLayer):
 
     def without_weights(self, x_MH: torch.Tensor) -> torch.Tensor:
         """Compute an expert that needs nothing loaded, where the family has such."""
-        raise NotImplementedError
+        raise AssertionError(f"{self.kind} stores all of its experts")
 
     def forward(self, hidden: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
         """Give the weighted sum of each token's experts, in the shape of the hidden states [.., H]."""

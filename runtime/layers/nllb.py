@@ -8,31 +8,19 @@ recorded.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from ...collect.kinds import kind_named
-from .base import OffloadedLayer, Place
+from .dictionary import DictionaryLayer
 from .probe import random_rows
 
 
-class NllbLayer(OffloadedLayer):
+class NllbLayer(DictionaryLayer):
     """Compute what runs, each expert by its own forward, and add in the order of ids."""
 
     kind = "nllb"
-
-    def __init__(self, place: Place, module: Any, shared: Any = None) -> None:
-        super().__init__(place, module, shared)
-        self.module: Any = module.emptied[0]
-        self.expert = self.module.get_submodule("expert_0")
-
-    @classmethod
-    def joined(cls, module: Any, blocks: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Name experts as the dictionary does."""
-        form = kind_named(cls.kind)
-        return {form.tensor_name(e, name): block[name] for e, block in enumerate(blocks) for name in block}
 
     @classmethod
     def probe(
@@ -49,14 +37,14 @@ class NllbLayer(OffloadedLayer):
 
     def forward(self, hidden_TH: torch.Tensor, mask_TE: torch.Tensor, weights_TE: torch.Tensor) -> torch.Tensor:
         """Give the sum [T, H] of what the two experts make of each token."""
-        recorded_T2 = kind_named(self.kind).routing(self.module, (hidden_TH, mask_TE, weights_TE)).ids
+        recorded_T2 = self.form.routing(self.module, (hidden_TH, mask_TE, weights_TE)).ids
         runs = torch.unique(mask_TE).tolist()
         places = {expert: torch.where(mask_TE.t() == expert) for expert in runs}
         parts: dict[int, torch.Tensor] = {}
         with self.acquire(recorded_T2, runs) as experts:
             for expert, tensors in experts:
                 rows = hidden_TH[None, places[expert][1]].reshape(-1, hidden_TH.shape[-1])
-                parts[expert] = torch.func.functional_call(self.expert, tensors, (rows,))
+                parts[expert] = self.expert_rows(tensors, rows)
         out_TH = torch.zeros_like(hidden_TH)
         for expert, (choice_M, token_M) in places.items():
             part_MH = parts.pop(expert) * weights_TE[token_M, choice_M, None]
