@@ -3,7 +3,7 @@
 Horizons:
   batch   all tokens known before the batch starts: probabilities [B, T, L, E] from one call;
   token   all MoE layers of token t, from ids <= t and routing < t: [B, L, E] from one step with explicit state;
-  layer   MoE layers l+1.. of token t, also from the true experts of its layers <= l.
+  layer   MoE layers l+1.. of token t, also from the true experts of its layers <= l: a step, then a call per layer.
 L counts MoE layers of the stacks that the predictor serves, E is the largest number of experts of a layer; entries
 beyond a layer's own size are 0. Token ids outside the vocabulary map to one unknown row. Probabilities are of "this
 token uses this expert" (they sum to about top-k over a layer), not of a softmax.
@@ -12,10 +12,11 @@ token uses this expert" (they sum to about top-k over a layer), not of a softmax
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import numpy as np
 
+from ..collect.errors import SettingError
 from ..collect.topology import MoeTopology, Stack
 
 Horizon = Literal["batch", "token", "layer"]
@@ -73,10 +74,23 @@ class PredictorSpec:
 
         Raises:
             KeyError: if a key is missing.
-            SettingError: if the topology is none.
+            SettingError: if the topology or the horizon is none.
         """
+        if value["horizon"] not in get_args(Horizon):
+            legal = ", ".join(get_args(Horizon))
+            raise SettingError(f"A predictor's horizon must be one of {legal}, got {value['horizon']!r}.")
         names = ("family", "horizon", "stack", "vocab_size")
         return cls(topology=MoeTopology.from_json(value["topology"]), **{name: value[name] for name in names})
+
+
+class Prediction(NamedTuple):
+    """What one step says."""
+
+    routing: np.ndarray
+    """float32 [B, L, E]: probability that this token uses the expert."""
+    reuse: np.ndarray | None = None
+    """float32 [B, L, E], None without a reuse head: how much the tokens after this one will use the expert, sooner use
+    counting more; whoever has the smallest leaves the cache first. Over a layer it sums to about top-k."""
 
 
 @runtime_checkable
@@ -89,8 +103,26 @@ class TokenPredictor(Protocol):
         """Give the state before the first token of `batch` sequences."""
         ...
 
-    def step(self, step: Step, state: object) -> tuple[np.ndarray, object]:
-        """Give float32 probabilities [B, L, E] for `step.token_ids`, and the next state."""
+    def step(self, step: Step, state: object) -> tuple[Prediction, object]:
+        """Predict `step.token_ids` and give the next state; the given one stays as it is."""
+        ...
+
+
+@runtime_checkable
+class LayerPredictor(TokenPredictor, Protocol):
+    """Predict the MoE layers ahead in the token of the last step, layer by layer as its true experts become known."""
+
+    reach: int
+    """Layers ahead that it predicts, at least 1; rows farther ahead are 0."""
+
+    def ahead(self, layer: int, used: np.ndarray, state: object) -> np.ndarray:
+        """Give float32 probabilities [B, L, E], 0 except in rows layer + 1 .. layer + reach.
+
+        Args:
+            layer: the last row whose true experts are known; -1 before the first.
+            used: float32 [B, L, E]: 1 where a row up to `layer` used the expert; later rows are not looked at.
+            state: what the token's own `step` gave.
+        """
         ...
 
 
@@ -105,12 +137,4 @@ class BatchPredictor(Protocol):
         ...
 
 
-@runtime_checkable
-class LayerPredictor(Protocol):
-    """Predict the next MoE layer of tokens from their true experts in a layer."""
-
-    spec: PredictorSpec
-
-    def ahead(self, layer: int, used: np.ndarray) -> np.ndarray:
-        """Give float32 probabilities [B, E] for row `layer + 1`, from float32 [B, E]: 1 where row `layer` was used."""
-        ...
+Predictor = TokenPredictor | BatchPredictor  # a LayerPredictor is a TokenPredictor whose spec has the horizon `layer`

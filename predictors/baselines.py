@@ -15,7 +15,7 @@ import numpy as np
 
 from ..collect.errors import DataError, NotFittedError
 from ..collect.trace import SequenceRouting
-from .base import PredictorSpec, Step
+from .base import Prediction, PredictorSpec, Step
 from .rows import dense, join_parts, many_hot, statistics
 
 TIE = 0.5  # tokens' worth of popularity added to a token's counts: decides ties, changes no order
@@ -61,10 +61,10 @@ class Popularity(Baseline):
         self._check()
         return None
 
-    def step(self, step: Step, state: object) -> tuple[np.ndarray, object]:
+    def step(self, step: Step, state: object) -> tuple[Prediction, object]:
         """Give popularity for every sequence."""
         self._check()
-        return np.repeat(self.popularity_[None], len(step.token_ids), axis=0), state
+        return Prediction(np.repeat(self.popularity_[None], len(step.token_ids), axis=0)), state
 
     def predict(self, token_ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
         """Give popularity for every token."""
@@ -82,11 +82,12 @@ class PreviousToken(Baseline):
         self._check()
         return None
 
-    def step(self, step: Step, state: object) -> tuple[np.ndarray, object]:
+    def step(self, step: Step, state: object) -> tuple[Prediction, object]:
         """Give the mean of the previous routing and popularity; popularity alone where nothing was routed."""
         self._check()
         known = step.previous.max(-1, keepdims=True)  # 0 before the first token and where all was dropped
-        return (0.5 * step.previous + (1 - 0.5 * known) * self.popularity_).astype(np.float32), state
+        mean = 0.5 * step.previous + (1 - 0.5 * known) * self.popularity_
+        return Prediction(mean.astype(np.float32)), state
 
 
 class TokenTable(Popularity):
@@ -112,19 +113,23 @@ class TokenTable(Popularity):
             out[known] = self.table_[places[known]]
         return out
 
-    def step(self, step: Step, state: object) -> tuple[np.ndarray, object]:
+    def step(self, step: Step, state: object) -> tuple[Prediction, object]:
         """Give the table's row for each id."""
-        return self._lookup(step.token_ids), state
+        return Prediction(self._lookup(step.token_ids)), state
 
     def predict(self, token_ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
         """Give the table's row for each id."""
         return self._lookup(token_ids)
 
 
-class LayerPair(Baseline):
-    """Name the experts that followed, one layer on, the true experts of a layer (layer horizon)."""
+class LayerPair(Popularity):
+    """Name the experts that followed, one layer on, the true experts of a layer (layer horizon).
+
+    Before a token's first layer, and after a layer that used no expert, popularity.
+    """
 
     name = "layer_pair"
+    reach = 1
 
     def _fit(self, rows: list[SequenceRouting]) -> None:
         super()._fit(rows)
@@ -140,12 +145,16 @@ class LayerPair(Baseline):
         uses = np.maximum(self.popularity_[:-1, :, None] * sum(row.num_tokens for row in rows), 1)
         self.following_ = (pairs / uses).astype(np.float32)  # P(e uses layer l+1 | d used in layer l)
 
-    def ahead(self, layer: int, used: np.ndarray) -> np.ndarray:
-        """Give the mean of what followed each expert used in row `layer`, for row `layer + 1`; [B, E]."""
+    def ahead(self, layer: int, used: np.ndarray, state: object) -> np.ndarray:
+        """Give the mean of what followed each expert used in row `layer`, in row `layer + 1` of [B, L, E]."""
         self._check()
-        num_used = used.sum(-1, keepdims=True)
-        mean = used @ self.following_[layer] / np.maximum(num_used, 1)
-        return np.where(num_used > 0, mean, self.popularity_[layer + 1]).astype(np.float32)
+        out = np.zeros((len(used), *self.spec.shape), dtype=np.float32)
+        if layer + 1 < len(out[0]):
+            before = used[:, layer] if layer >= 0 else np.zeros((len(used), out.shape[2]), dtype=np.float32)
+            num_used = before.sum(-1, keepdims=True)
+            mean = before @ self.following_[max(layer, 0)] / np.maximum(num_used, 1)
+            out[:, layer + 1] = np.where(num_used > 0, mean, self.popularity_[layer + 1])
+        return out
 
 
 class Random(Popularity):
@@ -166,11 +175,11 @@ class Random(Popularity):
         self._check()
         return 0
 
-    def step(self, step: Step, state: object) -> tuple[np.ndarray, object]:
+    def step(self, step: Step, state: object) -> tuple[Prediction, object]:
         """Give the step's draw, the same for every sequence."""
         self._check()
         assert isinstance(state, int)
-        return np.repeat(self._draw(state)[None], len(step.token_ids), axis=0), state + 1
+        return Prediction(np.repeat(self._draw(state)[None], len(step.token_ids), axis=0)), state + 1
 
     def predict(self, token_ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
         """Give each position's draw."""
@@ -197,11 +206,11 @@ class Oracle(Baseline):
         self._check()
         return 0
 
-    def step(self, step: Step, state: object) -> tuple[np.ndarray, object]:
+    def step(self, step: Step, state: object) -> tuple[Prediction, object]:
         """Give the truth; nothing past the end of a row."""
         self._check()
         assert isinstance(state, int)
-        return np.stack([self._truth(b, state) for b in range(len(step.token_ids))]), state + 1
+        return Prediction(np.stack([self._truth(b, state) for b in range(len(step.token_ids))])), state + 1
 
     def predict(self, token_ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
         """Give the truth for each position."""

@@ -1,9 +1,10 @@
 """Predictor bundles: a folder of predictor.onnx, weights.safetensors and card.json, read without torch.
 
 Knows files, checksums and cards; knows no family. card.json says what the predictor predicts, for which model, and how
-well; every byte of a bundle is covered by its checksums. weights.safetensors holds the network's parameters
-(`network.*`), the state before the first token (`start.*`, batch of one) and the fingerprints of the sequences that
-training saw (`training.sequences`), so that nobody evaluates on them by mistake.
+well; every byte of a bundle is covered by its checksums. Bundles of the layer horizon have a second graph, ahead.onnx.
+weights.safetensors holds the network's parameters (`network.*`), the state before the first token (`start.*`, batch of
+one) and the fingerprints of the sequences that training saw (`training.sequences`), so that nobody evaluates on them by
+mistake.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ import numpy as np
 
 from ..collect.errors import BundleError, SettingError
 from ..collect.topology import MoeTopology
-from .base import BatchPredictor, PredictorSpec, TokenPredictor
+from .base import Predictor, PredictorSpec
 
 FORMAT_VERSION = 1
-CARD, GRAPH, WEIGHTS = "card.json", "predictor.onnx", "weights.safetensors"
+CARD, GRAPH, AHEAD, WEIGHTS = "card.json", "predictor.onnx", "ahead.onnx", "weights.safetensors"
 SEQUENCES = "training.sequences"
 
 
@@ -101,24 +102,23 @@ class Bundle:
         return set(self.tensor(SEQUENCES).tolist())
 
 
-def load_predictor(path: str | Path | Bundle) -> TokenPredictor | BatchPredictor:
+def load_predictor(path: str | Path | Bundle) -> Predictor:
     """Open a bundle and load its predictor with onnxruntime, by the horizon on its card.
 
     Raises:
         BundleError: as `Bundle.open`, and where onnxruntime cannot load the graph.
     """
-    from .onnx_predictor import OnnxBatchPredictor, OnnxTokenPredictor  # onnxruntime only where one is loaded
+    from .onnx_predictor import OnnxBatchPredictor, OnnxLayerPredictor, OnnxTokenPredictor  # onnxruntime only here
     from .onnx_session import Session
 
     bundle = path if isinstance(path, Bundle) else Bundle.open(path)
-    if bundle.spec.horizon not in ("token", "batch"):
-        raise BundleError(
-            f"{bundle.path} has the horizon {bundle.spec.horizon!r}; this foregate runs token and batch: train it anew."
-        )
     session = Session(str(bundle.path / GRAPH))
+    if bundle.spec.horizon == "batch":
+        return OnnxBatchPredictor(bundle.spec, session)
     if bundle.spec.horizon == "token":
         return OnnxTokenPredictor(bundle.spec, session, bundle.start())
-    return OnnxBatchPredictor(bundle.spec, session)
+    ahead = Session(str(bundle.path / AHEAD))
+    return OnnxLayerPredictor(bundle.spec, session, bundle.start(), ahead, bundle.card["reach"])
 
 
 def seal(folder: Path, card: dict[str, Any]) -> None:
@@ -145,7 +145,7 @@ def check_target(out: Path) -> None:
 def _checksums(folder: Path, card: dict[str, Any]) -> dict[str, str]:
     """Hash each file, and the card without its checksums."""
     found = {}
-    for name in (GRAPH, WEIGHTS):
+    for name in (GRAPH, WEIGHTS, *([AHEAD] if card["horizon"] == "layer" else [])):
         with (folder / name).open("rb") as file:
             found[name] = hashlib.file_digest(file, "sha256").hexdigest()
     rest = {name: value for name, value in card.items() if name != "checksums"}

@@ -12,12 +12,13 @@ import numpy as np
 
 from ..collect.staging import staged_folder
 from ..collect.trace import SequenceRouting
-from .base import BatchPredictor, TokenPredictor
-from .bundle import GRAPH, SEQUENCES, WEIGHTS, Bundle, check_target, seal
-from .network import Network, State, TokenNetwork
-from .onnx_graph import export_graph, parity
-from .onnx_predictor import OnnxBatchPredictor, OnnxTokenPredictor, step_feeds
+from .base import Predictor
+from .bundle import AHEAD, GRAPH, SEQUENCES, WEIGHTS, Bundle, check_target, seal
+from .network import LayerNetwork, Network, State, TokenNetwork
+from .onnx_graph import export_ahead_graph, export_graph
+from .onnx_predictor import OnnxBatchPredictor, OnnxLayerPredictor, OnnxTokenPredictor, step_feeds
 from .onnx_session import Session
+from .parity import parity
 from .rows import fingerprint
 
 VERSIONED = ("foregate", "torch", "onnx", "onnxscript", "onnxruntime", "numpy")
@@ -30,11 +31,11 @@ def write_bundle(
     network: Network,
     *,
     card: dict[str, Any] | None = None,
-    describe: Callable[[TokenPredictor | BatchPredictor], dict[str, Any]] | None = None,
+    describe: Callable[[Predictor], dict[str, Any]] | None = None,
     real: Sequence[SequenceRouting] = (),
     trained_on: Sequence[SequenceRouting] = (),
 ) -> Bundle:
-    """Export a network to a bundle folder, replacing a bundle that stands there.
+    """Export a network to a bundle folder.
 
     Args:
         out: the folder.
@@ -53,25 +54,36 @@ def write_bundle(
     check_target(out)
     with staged_folder(out) as folder:
         graph = export_graph(network)
-        report = parity(network, graph, real[:REAL_ROWS])
         (folder / GRAPH).write_bytes(graph)
         spec, session = network.spec, Session(graph)
         state: State = network.start(1) if isinstance(network, TokenNetwork) else {}
-        tensors = {f"network.{name}": value.detach().numpy() for name, value in network.state_dict().items()}
-        tensors |= {f"start.{name}": value for name, value in _arrays(state).items()}
-        tensors[SEQUENCES] = np.array(sorted({fingerprint(row) for row in trained_on}), dtype=np.int64)
-        save_file({name: np.ascontiguousarray(value) for name, value in tensors.items()}, folder / WEIGHTS)
-        entries = {
+        entries: dict[str, Any] = {
             **spec.to_json(),
             "window": getattr(network.settings, "window", None) if state else None,
             "settings": network.settings.to_json(),
             "state": list(state),
             **session.signature(),
-            "parity": report,
             "latency_ms": session.latency_ms(_timed_feeds(network)),
             "versions": {name: version(name) for name in VERSIONED} | {"python": platform.python_version()},
         }
-        predictor = OnnxTokenPredictor(spec, session, _arrays(state)) if state else OnnxBatchPredictor(spec, session)
+        if isinstance(network, LayerNetwork):
+            (folder / AHEAD).write_bytes(export_ahead_graph(network))
+            ahead = Session(str(folder / AHEAD))
+            predictor = OnnxLayerPredictor(spec, session, _arrays(state), ahead, network.reach)
+            feeds = {f"state.{name}": state[name].detach().numpy() for name in network.context}
+            feeds |= {"layer": np.array(0), "used": np.zeros((1, *spec.shape), np.float32)}
+            entries |= {"reach": network.reach, "ahead": ahead.signature(), "ahead_ms": ahead.latency_ms(feeds)}
+        elif isinstance(network, TokenNetwork):
+            predictor = OnnxTokenPredictor(spec, session, _arrays(state))
+        else:
+            predictor = OnnxBatchPredictor(spec, session)
+        if isinstance(network, TokenNetwork) and network.discount:
+            entries["reuse"] = {"target": "discounted uses after the token", "discount": network.discount}
+        entries["parity"] = parity(network, predictor, real[:REAL_ROWS])
+        tensors = {f"network.{name}": value.detach().numpy() for name, value in network.state_dict().items()}
+        tensors |= {f"start.{name}": value for name, value in _arrays(state).items()}
+        tensors[SEQUENCES] = np.array(sorted({fingerprint(row) for row in trained_on}), dtype=np.int64)
+        save_file({name: np.ascontiguousarray(value) for name, value in tensors.items()}, folder / WEIGHTS)
         seal(folder, entries | (card or {}) | (describe(predictor) if describe else {}))
     return Bundle.open(out)
 

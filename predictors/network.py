@@ -2,7 +2,8 @@
 
 A family is one file with a settings class and its network, and one line in `registry`. Token-horizon networks keep
 their state in named tensors whose first dimension is the batch; the parallel form over a sequence and the single step
-are the same function.
+are the same function. Layer-horizon networks are token-horizon networks with a second function, which goes on from the
+token's own state as its layers' true experts become known.
 """
 
 # B batch, T tokens, L MoE layers served, E experts of the largest layer, V token ids
@@ -10,7 +11,7 @@ are the same function.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +24,15 @@ from .rows import RoutingStatistics
 Link = Literal["sigmoid", "softmax"]
 State = dict[str, Tensor]
 ABSENT = -30.0  # logit of experts that a smaller layer does not have; their probability is 0 exactly
+
+
+class Logits(NamedTuple):
+    """What a token-horizon network says of tokens."""
+
+    routing: Tensor
+    """[..., L, E], of the token itself."""
+    reuse: Tensor | None = None
+    """[..., L, E], of the tokens after it; None without a reuse head."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,23 +83,59 @@ class Network(nn.Module):
         """Turn logits [..., L, E] into the probability that the token uses the expert."""
         if self.settings.link == "sigmoid":
             return torch.sigmoid(logits) * self.exists_LE
+        return self.shares(logits).clamp(max=1)
+
+    def shares(self, logits: Tensor) -> Tensor:
+        """Share each layer's top-k out over its experts by softmax: [..., L, E], summing to top-k over a layer."""
         spread = torch.softmax(logits.masked_fill(~self.exists_LE, ABSENT), dim=-1) * self.exists_LE
-        return (spread * self.top_k_L[:, None]).clamp(max=1)
+        return spread * self.top_k_L[:, None]
 
 
 class TokenNetwork(Network):
     """Token horizon: all MoE layers of a token, from ids up to it and routing before it."""
 
+    @property
+    def discount(self) -> float:
+        """Discount per token of the uses that the reuse head foresees; 0 without a reuse head."""
+        return getattr(self.settings, "discount", 0.0)
+
     def start(self, batch: int) -> State:
         """Give the state before the first token of `batch` sequences."""
         raise NotImplementedError
 
-    def forward(self, ids_BT: Tensor, previous_BTLE: Tensor, state: State) -> tuple[Tensor, State]:
+    def forward(self, ids_BT: Tensor, previous_BTLE: Tensor, state: State) -> tuple[Logits, State]:
         """Run a sequence at once, fed the true routing of each token's predecessor: logits [B, T, L, E]."""
         raise NotImplementedError
 
-    def step(self, ids_B: Tensor, previous_BLE: Tensor, state: State) -> tuple[Tensor, State]:
+    def step(self, ids_B: Tensor, previous_BLE: Tensor, state: State) -> tuple[Logits, State]:
         """Run one token: logits [B, L, E] and the next state; equal to `forward` token by token."""
+        raise NotImplementedError
+
+
+class LayerNetwork(TokenNetwork):
+    """Layer horizon: a token's layers ahead, also from the true experts of its layers so far."""
+
+    context: ClassVar[tuple[str, ...]]
+    """Names of the state that `ahead` reads."""
+
+    @property
+    def reach(self) -> int:
+        """Layers ahead that `ahead` predicts."""
+        return getattr(self.settings, "reach", 1)
+
+    def layers(
+        self, ids_BT: Tensor, previous_BTLE: Tensor, used_BTLE: Tensor, state: State, stride: int
+    ) -> tuple[Logits, Tensor, State]:
+        """Run a sequence as `forward` does and give also logits [B, T, L, E] of the layer horizon.
+
+        Row l of those is from the true experts `used` of rows up to l - stride; it is what `ahead` gives for it
+        after row l - stride.
+        """
+        raise NotImplementedError
+
+    def ahead(self, layer: Tensor, used_BLE: Tensor, context: State) -> Tensor:
+        """Give logits [B, L, E] of rows after `layer` (int64, a scalar, -1 before the first) for the token of the step
+        that gave the state; rows of `used` after `layer` are not looked at, and rows beyond the reach mean nothing."""
         raise NotImplementedError
 
 

@@ -1,33 +1,24 @@
-"""A network as an ONNX graph, and the proof that both agree. Needs torch; what runs the graph later does not.
+"""A network as ONNX graphs. Needs torch; what runs the graphs later does not.
 
-Token horizon: a step graph, state in and state out, dynamic batch. Batch horizon: a sequence graph, dynamic batch and
-length. Graphs give probabilities, so that whoever runs them needs to know nothing of links or absent experts.
+Token horizon: a step graph, state in and state out, dynamic batch. Layer horizon: a step graph, and a second one that
+is run after each layer. Batch horizon: a sequence graph, dynamic batch and length. Graphs give probabilities, so that
+whoever runs them needs to know nothing of links or absent experts.
 """
-
-# B batch, T tokens, L MoE layers, E experts
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..collect.errors import BundleError
-from ..collect.trace import SequenceRouting
-from .network import BatchNetwork, Network, TokenNetwork
-from .onnx_session import Session, state_names
-from .rows import dense, ids_of, many_hot
+from .network import BatchNetwork, LayerNetwork, Network, TokenNetwork
+from .onnx_session import state_names
 
-TOLERANCE = 1e-4
-LENGTHS = (1, 20, 77)
-BATCHES = (1, 3)
-REAL_TOKENS = 200  # of each real sequence
 QUIET = ("torch.onnx", "onnxscript", "onnx_ir")  # they report what they skip, at warning level
 
 
@@ -38,7 +29,22 @@ class _StepGraph(nn.Module):
 
     def forward(self, token_ids: Tensor, previous: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
         logits, after = self.network.step(token_ids, previous, dict(zip(self.names, state, strict=True)))
-        return (self.network.probabilities(logits), *(after[name] for name in self.names))
+        reuse = () if logits.reuse is None else (self.network.shares(logits.reuse),)
+        return (self.network.probabilities(logits.routing), *reuse, *(after[name] for name in self.names))
+
+
+class _AheadGraph(nn.Module):
+    def __init__(self, network: LayerNetwork) -> None:
+        super().__init__()
+        self.network = network
+        self.rows: Tensor
+        self.register_buffer("rows", torch.arange(network.spec.shape[0]))
+
+    def forward(self, layer: Tensor, used: Tensor, *context: Tensor) -> Tensor:
+        known = used * (self.rows <= layer)[:, None]
+        logits = self.network.ahead(layer, known, dict(zip(self.network.context, context, strict=True)))
+        inside = (self.rows > layer) & (self.rows <= layer + self.network.reach)
+        return self.network.probabilities(logits) * inside[:, None]
 
 
 class _SequenceGraph(nn.Module):
@@ -50,34 +56,61 @@ class _SequenceGraph(nn.Module):
         return self.network.probabilities(self.network(token_ids, mask))
 
 
-@torch.no_grad()
 def export_graph(network: Network) -> bytes:
-    """Give the serialised ONNX graph of a network, weights included."""
+    """Give the serialised ONNX graph of a network, weights included: of a step, or of a sequence."""
     network.eval()
-    batch = torch.export.Dim("batch", min=1)
     if isinstance(network, TokenNetwork):
-        graph: nn.Module = _StepGraph(network)
         state = network.start(2)
-        num_layers, num_experts = network.spec.shape
-        args: tuple[Any, ...] = (
-            torch.zeros(2, dtype=torch.int64),
-            torch.zeros(2, num_layers, num_experts),
-            *state.values(),
-        )
-        shapes: dict[str, Any] = {
-            "token_ids": {0: batch},
-            "previous": {0: batch},
-            "state": tuple({0: batch} for _ in state),
-        }
-        inputs = ["token_ids", "previous", *state_names("state", state)]
-        outputs = ["probabilities", *state_names("next", state)]
-    else:
-        assert isinstance(network, BatchNetwork)
-        graph = _SequenceGraph(network)
-        tokens = torch.export.Dim("tokens", min=1)
-        args = (torch.zeros(2, 7, dtype=torch.int64), torch.ones(2, 7, dtype=torch.bool))
-        shapes = {"token_ids": {0: batch, 1: tokens}, "mask": {0: batch, 1: tokens}}
-        inputs, outputs = ["token_ids", "mask"], ["probabilities"]
+        args = (*_no_tokens(network), *state.values())
+        outputs = ["probabilities", *(["reuse"] if network.discount else []), *state_names("next", state)]
+        names = ["token_ids", "previous", *state_names("state", state)]
+        return _export(_StepGraph(network), args, names, outputs, {}, "state")
+    assert isinstance(network, BatchNetwork)
+    args = (torch.zeros(2, 7, dtype=torch.int64), torch.ones(2, 7, dtype=torch.bool))
+    return _export(_SequenceGraph(network), args, ["token_ids", "mask"], ["probabilities"], {1: "tokens"})
+
+
+def export_ahead_graph(network: LayerNetwork) -> bytes:
+    """Give the serialised ONNX graph that is run after each layer of a token."""
+    network.eval()
+    state = network.start(2)
+    context = {name: state[name] for name in network.context}
+    args = (torch.tensor(0), _no_tokens(network)[1], *context.values())
+    return _export(
+        _AheadGraph(network),
+        args,
+        ["layer", "used", *state_names("state", context)],
+        ["probabilities"],
+        {},
+        "context",
+    )
+
+
+def _no_tokens(network: TokenNetwork) -> tuple[Tensor, Tensor]:
+    return torch.zeros(2, dtype=torch.int64), torch.zeros(2, *network.spec.shape)
+
+
+@torch.no_grad()
+def _export(
+    graph: nn.Module,
+    args: tuple[Tensor, ...],
+    inputs: list[str],
+    outputs: list[str],
+    further: dict[int, str],
+    rest: str | None = None,
+) -> bytes:
+    """Export with a dynamic batch, the first dimension of all that is no scalar, and `further` dynamic dimensions.
+
+    `rest` names the graph's argument that takes all inputs beyond the second.
+    """
+    dynamic = {0: torch.export.Dim("batch", min=1)} | {
+        place: torch.export.Dim(name, min=1) for place, name in further.items()
+    }
+    shapes: dict[str, Any] = {
+        name: dynamic if value.ndim else None for name, value in list(zip(inputs, args, strict=True))[:2]
+    }
+    if rest is not None:
+        shapes[rest] = tuple(dynamic for _ in args[2:])
     with _quiet():
         program = torch.onnx.export(
             graph.eval(),
@@ -106,76 +139,3 @@ def _quiet() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-
-
-def parity(network: Network, graph: bytes, rows: Sequence[SequenceRouting], seed: int = 0) -> dict[str, Any]:
-    """Compare a graph with its network over lengths, batches, random and real inputs, state included.
-
-    Step graphs run token by token on their own state and are compared with the network's parallel form.
-
-    Returns:
-        {"tolerance", "max_abs_diff", "cases": [{"inputs", "batch", "tokens", "max_abs_diff"}]}
-
-    Raises:
-        BundleError: if any output differs by more than `TOLERANCE`.
-    """
-    network.eval()
-    session = Session(graph)
-    cases = []
-    for what, ids, used, mask in _inputs(network, rows, seed):
-        if isinstance(network, TokenNetwork):
-            difference = _token_difference(network, session, ids, used)
-        else:
-            assert isinstance(network, BatchNetwork)
-            difference = _batch_difference(network, session, ids, mask)
-        cases.append({"inputs": what, "batch": len(ids), "tokens": ids.shape[1], "max_abs_diff": difference})
-    worst = max(case["max_abs_diff"] for case in cases)
-    if not worst <= TOLERANCE:  # nan fails too
-        raise BundleError(
-            f"The exported graph of {network.spec.family} differs from the network by {worst:.2g}, more than "
-            f"{TOLERANCE:.0e}, so no bundle was written; try another torch or onnxruntime version."
-        )
-    return {"tolerance": TOLERANCE, "max_abs_diff": worst, "cases": cases}
-
-
-Inputs = tuple[str, np.ndarray, np.ndarray, np.ndarray]
-
-
-def _inputs(network: Network, rows: Sequence[SequenceRouting], seed: int) -> Iterator[Inputs]:
-    """Give (name, ids [B, T], used [B, T, L, E], mask [B, T]) of each case."""
-    rng = np.random.default_rng(seed)
-    num_layers, num_experts = network.spec.shape
-    for num_tokens in LENGTHS:
-        for batch in BATCHES:
-            ids = rng.integers(-1, network.spec.vocab_size + 1, (batch, num_tokens))
-            scores = rng.random((batch, num_tokens, num_layers, num_experts))
-            used = (scores > np.quantile(scores, 0.8, axis=-1, keepdims=True)).astype(np.float32)
-            mask = np.arange(num_tokens) < rng.integers(1, num_tokens + 1, (batch, 1))
-            yield "random", ids, used, mask
-    for row in rows:
-        ids = ids_of(row)[None, :REAL_TOKENS]
-        used = many_hot(dense(row, network.spec.topology)[:REAL_TOKENS], num_experts)[None]
-        yield "trace", ids, used, np.ones(ids.shape, dtype=bool)
-
-
-@torch.no_grad()
-def _token_difference(network: TokenNetwork, session: Session, ids: np.ndarray, used: np.ndarray) -> float:
-    previous = np.concatenate([np.zeros_like(used[:, :1]), used[:, :-1]], axis=1)
-    start = network.start(len(ids))
-    logits, last = network(torch.from_numpy(ids), torch.from_numpy(previous), start)
-    wanted = network.probabilities(logits).numpy()
-    names = list(start)
-    state = [value.numpy() for value in start.values()]
-    worst = 0.0
-    for t in range(ids.shape[1]):
-        feeds = dict(zip(state_names("state", names), state, strict=True))
-        given, *state = session.run({"token_ids": ids[:, t], "previous": previous[:, t], **feeds})
-        worst = max(worst, float(np.abs(given - wanted[:, t]).max()))
-    return max(worst, *(float(np.abs(a - last[n].numpy()).max()) for n, a in zip(names, state, strict=True)))
-
-
-@torch.no_grad()
-def _batch_difference(network: BatchNetwork, session: Session, ids: np.ndarray, mask: np.ndarray) -> float:
-    wanted = network.probabilities(network(torch.from_numpy(ids), torch.from_numpy(mask))).numpy()
-    (given,) = session.run({"token_ids": ids, "mask": mask})
-    return float(np.abs(given - wanted).max())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..collect.errors import SettingError
-from .base import PredictorSpec, Step
+from .base import Prediction, PredictorSpec, Step
 from .onnx_session import Session, state_names
 
 State = dict[str, np.ndarray]
@@ -35,8 +35,8 @@ class OnnxTokenPredictor:
         """Give the state before the first token of `batch` sequences: named arrays, the batch first."""
         return {name: np.repeat(value, batch, axis=0) for name, value in self._start.items()}
 
-    def step(self, step: Step, state: object) -> tuple[np.ndarray, State]:
-        """Give float32 probabilities [B, L, E], and the next state; the given state stays as it is.
+    def step(self, step: Step, state: object) -> tuple[Prediction, State]:
+        """Predict a token's experts, and give the next state; the given state stays as it is.
 
         Raises:
             SettingError: if the inputs do not have the spec's shape.
@@ -49,8 +49,37 @@ class OnnxTokenPredictor:
                 f"A step takes ids [B] and previous [B, {self.spec.shape[0]}, {self.spec.shape[1]}]; got "
                 f"{list(ids.shape)} and {list(previous.shape)}."
             )
-        probabilities, *after = self._session.run(step_feeds(ids, previous, state))
-        return probabilities, dict(zip(state, after, strict=True))
+        found = self._session.run(step_feeds(ids, previous, state))
+        heads, after = found[: len(found) - len(state)], found[len(found) - len(state) :]
+        return Prediction(*heads), dict(zip(state, after, strict=True))
+
+
+class OnnxLayerPredictor(OnnxTokenPredictor):
+    """Predict a token's layers ahead from the true experts of its layers so far; satisfies `LayerPredictor`."""
+
+    def __init__(self, spec: PredictorSpec, session: Session, start: State, ahead: Session, reach: int) -> None:
+        super().__init__(spec, session, start)
+        self.reach, self._ahead = reach, ahead
+        wanted = {entry["name"] for entry in ahead.signature()["inputs"]}
+        self._context = [name for name in start if f"state.{name}" in wanted]
+
+    def ahead(self, layer: int, used: np.ndarray, state: object) -> np.ndarray:
+        """Give float32 probabilities [B, L, E] of rows layer + 1 .. layer + reach, 0 elsewhere.
+
+        Raises:
+            SettingError: if the layer is none of the spec's, or `used` does not have its shape.
+        """
+        assert isinstance(state, dict)
+        used = np.asarray(used, dtype=np.float32)
+        rows = self.spec.shape[0]
+        if not -1 <= layer < rows or used.shape[1:] != self.spec.shape:
+            raise SettingError(
+                f"A layer is one of -1..{rows - 1} and its used experts are [B, {rows}, {self.spec.shape[1]}]; got "
+                f"{layer} and {list(used.shape)}."
+            )
+        context = {f"state.{name}": state[name] for name in self._context}
+        (probabilities,) = self._ahead.run({"layer": np.array(layer, np.int64), "used": used, **context})
+        return probabilities
 
 
 class OnnxBatchPredictor:

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from ..collect.errors import SettingError
 from .base import PredictorSpec
-from .network import BatchNetwork, Network, NetworkSettings, State, TokenNetwork
+from .network import BatchNetwork, Logits, Network, NetworkSettings, State, TokenNetwork
+from .reuse import ReuseHead, check_discount
 from .rows import RoutingStatistics
 from .sparse_attention import SparseAttention
 from .sru import SruLayer
@@ -50,6 +51,8 @@ class SruAttentionSettings(NetworkSettings):
     """Dropout on the trunk, in training."""
     forget: float = 0.1
     """Share of token ids taken for unknown in training."""
+    discount: float = 0.0
+    """Discount per token of the uses that a reuse head foresees (token horizon); 0 for no such head."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,6 +66,7 @@ class SruAttentionSettings(NetworkSettings):
         for name in ("dropout", "forget"):
             if not 0 <= getattr(self, name) < 1:
                 raise SettingError(f"{name} must lie in [0, 1), got {getattr(self, name)}.")
+        check_discount(self.discount)
 
     def build(self, spec: PredictorSpec, known_ids: np.ndarray) -> Network:
         """Build the network of the spec's horizon."""
@@ -99,6 +103,10 @@ class SruAttentionToken(TokenNetwork):
         self.heads = nn.Linear(settings.hidden, entries)
         self.token_skip = nn.Linear(settings.embedding, entries, bias=False)
         self.history_skip = nn.Parameter(torch.zeros(len(settings.decays) + 1, num_layers, num_experts))
+        num_features = len(settings.decays) + 1
+        self.reuse = (
+            ReuseHead(settings.hidden, settings.embedding, num_features, spec.shape) if settings.discount else None
+        )
         self.popularity_LE: Tensor
         self.decays_R: Tensor
         self.register_buffer("popularity_LE", torch.zeros(num_layers, num_experts))
@@ -110,6 +118,8 @@ class SruAttentionToken(TokenNetwork):
         _start_at_token_table(self, statistics)
         self.popularity_LE.copy_(torch.as_tensor(statistics.popularity_LE))
         self.history_skip.fill_(0.3)
+        if self.reuse is not None:
+            self.reuse.warm_start(self.popularity_LE)
 
     def start(self, batch: int) -> State:
         """Give the state before the first token: frequencies at popularity, cells and ring empty."""
@@ -135,11 +145,12 @@ class SruAttentionToken(TokenNetwork):
             + self.frequency_in(features[..., 1:, :, :].flatten(-3))
         )
 
-    def _logits(self, trunk: Tensor, token: Tensor, features: Tensor) -> Tensor:
-        logits = self.heads(trunk) + self.token_skip(token)
-        return logits.unflatten(-1, self.spec.shape) + (features * self.history_skip).sum(-3)
+    def _logits(self, trunk: Tensor, token: Tensor, features: Tensor) -> Logits:
+        logits = (self.heads(trunk) + self.token_skip(token)).unflatten(-1, self.spec.shape)
+        logits = logits + (features * self.history_skip).sum(-3)
+        return Logits(logits, None if self.reuse is None else self.reuse(trunk, token, features, logits))
 
-    def forward(self, ids_BT: Tensor, previous_BTLE: Tensor, state: State) -> tuple[Tensor, State]:
+    def forward(self, ids_BT: Tensor, previous_BTLE: Tensor, state: State) -> tuple[Logits, State]:
         """Run a sequence at once: logits [B, T, L, E] and the state after its last token."""
         token = self.embedding(ids_BT, self.sizes.forget if self.training else 0.0)
         with torch.no_grad():  # inputs only: nothing before the frequencies learns
@@ -154,7 +165,7 @@ class SruAttentionToken(TokenNetwork):
         trunk = self.trunk.dropout(self.trunk.norm(hidden + attended))
         return self._logits(trunk, token, features), next_state
 
-    def step(self, ids_B: Tensor, previous_BLE: Tensor, state: State) -> tuple[Tensor, State]:
+    def step(self, ids_B: Tensor, previous_BLE: Tensor, state: State) -> tuple[Logits, State]:
         """Run one token: logits [B, L, E] and the next state."""
         token = self.embedding(ids_B)
         keep = self._keep(previous_BLE)

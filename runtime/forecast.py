@@ -17,6 +17,9 @@ class Forecast(NamedTuple):
     """The step it was made for."""
     demand: np.ndarray
     """float32 [all experts, flat]: probability that some token of the step uses the expert; 0 where not served."""
+    reuse: np.ndarray | None = None
+    """float32 [all experts, flat], None without a reuse head: how much the steps after it will use the expert, summed
+    over sequences; 0 where not served."""
 
 
 class FlatMap:

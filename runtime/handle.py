@@ -12,7 +12,7 @@ from torch import nn
 from ..collect.anatomy import text_model
 from ..collect.architectures import find_moe_modules
 from ..collect.errors import StoreError
-from ..predictors.base import BatchPredictor, TokenPredictor
+from ..predictors.base import Predictor
 from .blocks import BlockLayout
 from .cache import ExpertCache
 from .clock import SystemClock
@@ -146,7 +146,7 @@ class Foregate:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _open_predictor(self, config: RuntimeConfig, store: ExpertStore) -> TokenPredictor | BatchPredictor | None:
+    def _open_predictor(self, config: RuntimeConfig, store: ExpertStore) -> Predictor | None:
         if config.predictor is None or config.mode == "off":
             return None
         from ..predictors.bundle import Bundle, load_predictor  # brings onnxruntime, which other users do not need

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..collect.errors import ClosedError
 from ..collect.topology import MoeTopology
-from ..predictors.base import BatchPredictor, Step, TokenPredictor
+from ..predictors.base import BatchPredictor, Prediction, Predictor, Step, TokenPredictor
 from .clock import Clock, SystemClock
 from .forecast import FlatMap, Forecast, union
 
@@ -49,9 +49,7 @@ class BatchInput(NamedTuple):
 class PredictorThread:
     """Run a predictor beside inference; use as a context manager or call `close`."""
 
-    def __init__(
-        self, predictor: TokenPredictor | BatchPredictor, topology: MoeTopology, clock: Clock | None = None
-    ) -> None:
+    def __init__(self, predictor: Predictor, topology: MoeTopology, clock: Clock | None = None) -> None:
         self.spec = predictor.spec
         self.map = FlatMap(predictor.spec, topology)
         self._predictor = predictor
@@ -157,8 +155,9 @@ class PredictorThread:
             previous_BTLE = np.zeros((batch, num_tokens, *shape), np.float32)
         else:
             previous_BTLE = self.map.multi_hot(item.routing, shape).reshape(batch, num_tokens, *shape)
-        probs_BLE = np.zeros((batch, *shape), np.float32)
+        given = Prediction(np.zeros((batch, *shape), np.float32))
         for token in range(num_tokens):
             step = Step(item.token_ids[:, token], previous_BTLE[:, token])
-            probs_BLE, self._state = self._predictor.step(step, self._state)
-        return Forecast(item.step, self.map.flat(union(probs_BLE, 1)))
+            given, self._state = self._predictor.step(step, self._state)
+        reuse = None if given.reuse is None else self.map.flat(given.reuse.sum(0))
+        return Forecast(item.step, self.map.flat(union(given.routing, 1)), reuse)

@@ -34,6 +34,8 @@ class Batch(NamedTuple):
     """int16 [B, T, L, K]; -1 = none."""
     before: Tensor
     """int16 [B, L, K]: experts of the token before the chunk; -1 at the start of a sequence."""
+    after: Tensor
+    """int16 [B, F, L, K]: experts of the tokens after the chunk; -1 beyond the end of the sequence."""
     mask: Tensor
     """bool [B, T]: False on padding."""
     scored: Tensor
@@ -54,7 +56,10 @@ class Chunk(NamedTuple):
 class Chunks(Dataset):
     """Cut rows into chunks of at most `chunk_tokens`, each preceded by up to `context_tokens` of what came before."""
 
-    def __init__(self, rows: list[SequenceRouting], trace: Trace, chunk_tokens: int, context_tokens: int) -> None:
+    def __init__(
+        self, rows: list[SequenceRouting], trace: Trace, chunk_tokens: int, context_tokens: int, after_tokens: int = 0
+    ) -> None:
+        self.after_tokens = after_tokens
         self.ids = [ids_of(row) for row in rows]
         self.experts = [dense(row, trace.topology) for row in rows]
         self.chunks = [
@@ -76,6 +81,7 @@ class Chunks(Dataset):
         ids, mask, scored = np.full(shape, -1, np.int64), np.zeros(shape, bool), np.zeros(shape, bool)
         experts = np.full((*shape, *self.experts[0].shape[1:]), -1, np.int16)
         before = np.full((len(chunks), *self.experts[0].shape[1:]), -1, np.int16)
+        after = np.full((len(chunks), self.after_tokens, *self.experts[0].shape[1:]), -1, np.int16)
         for place, (row, start, stop, context) in enumerate(chunks):
             ids[place, : stop - start] = self.ids[row][start:stop]
             experts[place, : stop - start] = self.experts[row][start:stop]
@@ -83,8 +89,10 @@ class Chunks(Dataset):
             scored[place, context : stop - start] = True
             if start:
                 before[place] = self.experts[row][start - 1]
+            following = self.experts[row][stop : stop + self.after_tokens]
+            after[place, : len(following)] = following
         first = np.array([chunk.start == 0 for chunk in chunks])
-        return Batch(*map(torch.from_numpy, (ids, experts, before, mask, scored, first)))
+        return Batch(*map(torch.from_numpy, (ids, experts, before, after, mask, scored, first)))
 
 
 class LengthSampler(Sampler):
@@ -153,6 +161,7 @@ class TraceData(L.LightningDataModule):
                 raise SettingError(f"{name} must be at least {least}, got {value}.")
         self.trace_path, self.split = Path(trace), split or SplitSettings()
         self.chunk_tokens, self.context_tokens, self.batch_tokens = chunk_tokens, context_tokens, batch_tokens
+        self.after_tokens = 0  # tokens after a chunk that its batch also shows; the network's discount decides
         self.rows: dict[Part, list[SequenceRouting]] = {}
         self._wanted = stack
         self._source: Trace | None = None
@@ -207,7 +216,7 @@ class TraceData(L.LightningDataModule):
 
     def _loader(self, part: Part, chunk_tokens: int, batch_tokens: int, seed: int | None) -> DataLoader:
         self.setup()
-        data = Chunks(self.rows[part], self.source, chunk_tokens, self.context_tokens)
+        data = Chunks(self.rows[part], self.source, chunk_tokens, self.context_tokens, self.after_tokens)
         sampler = LengthSampler(data.chunks, batch_tokens, seed)
         return DataLoader(data, batch_sampler=sampler, collate_fn=data.collate)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..collect.errors import DataError, TraceError
-from ..predictors.base import BatchPredictor, TokenPredictor
+from ..predictors.base import Predictor
 from ..predictors.bundle import Bundle, check_target
 from ..predictors.bundle_writer import write_bundle
 from .data import TraceData
@@ -29,7 +29,7 @@ def export(module: PredictorModule, data: TraceData, out: str | Path, run: dict[
     spec = module.network.spec
     baselines = free_baselines(spec, data.fitting_rows, data.rows["test"])
 
-    def describe(predictor: TokenPredictor | BatchPredictor) -> dict[str, Any]:
+    def describe(predictor: Predictor) -> dict[str, Any]:
         metrics = measured(predictor, data.rows["test"], baselines)
         return {"metrics": metrics, "calibration": metrics.pop("calibration")}
 

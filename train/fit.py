@@ -24,7 +24,8 @@ from lightning.pytorch.loggers import Logger
 from ..collect.errors import SettingError
 from ..predictors.base import PredictorSpec
 from ..predictors.bundle import check_target
-from ..predictors.network import NetworkSettings
+from ..predictors.network import NetworkSettings, TokenNetwork
+from ..predictors.reuse import horizon_of
 from ..predictors.rows import statistics
 from .data import TraceData
 from .export import export
@@ -172,6 +173,8 @@ def _build(module: PredictorModule, data: TraceData) -> None:
     )
     found = statistics(data.rows["training"], spec.topology, spec.shape[1])
     module.build(spec, found.token_ids, found)
+    if isinstance(module.network, TokenNetwork):
+        data.after_tokens = horizon_of(module.network.discount)
     module.data_settings = {
         "trace": str(data.trace_path.resolve()),
         "stack": data.stack,

@@ -1,7 +1,7 @@
 """The training loop's view of a predictor: teacher-forced loss, optimizer, schedule, recall on validation sequences.
 
-Knows networks by their contract (token or batch horizon), no family. Its checkpoints hold tensors and plain values
-only, so that they load with weights_only=True.
+Knows networks by their contract (batch, token or layer horizon), no family. Its checkpoints hold tensors and plain
+values only, so that they load with weights_only=True.
 """
 
 # B batch, T tokens, L MoE layers, E experts, K experts per token
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import numpy as np
@@ -21,14 +21,27 @@ from torch import Tensor
 from ..collect.errors import DataError, SettingError
 from ..predictors.base import PredictorSpec
 from ..predictors.metrics import RecallMeter, ranks
-from ..predictors.network import BatchNetwork, Network, NetworkSettings, TokenNetwork
+from ..predictors.network import BatchNetwork, LayerNetwork, Network, NetworkSettings, TokenNetwork
 from ..predictors.registry import settings_from_json
 from ..predictors.rows import RoutingStatistics
 from ..predictors.sru_attention import SruAttentionSettings
 from .data import Batch
-from .losses import LOSSES
+from .losses import LOSSES, discounted_uses, reuse_loss
 
 KEY = "foregate"  # our entry in a Lightning checkpoint
+
+
+class _Predicted(NamedTuple):
+    """What a network said of a batch, [B, T, L, E] each."""
+
+    routing: Tensor
+    """Logits at the network's own horizon."""
+    used: Tensor
+    """1 where the token used the expert."""
+    token: Tensor | None = None
+    """Logits of the token horizon, where the own one is another."""
+    reuse: Tensor | None = None
+    """Logits of the tokens after it."""
 
 
 class PredictorModule(L.LightningModule):
@@ -41,6 +54,7 @@ class PredictorModule(L.LightningModule):
         lookup_share: share of the learning rate at which embeddings and skip connections learn.
         warmup_share: share of the run in which the learning rate rises; a cosine falls afterwards.
         final_share: share of the learning rate that is left at the end.
+        reuse_weight: weight of the reuse head's loss beside that of the routing, where the network has one.
     """
 
     def __init__(
@@ -51,12 +65,14 @@ class PredictorModule(L.LightningModule):
         lookup_share: float = 0.3,
         warmup_share: float = 0.03,
         final_share: float = 0.02,
+        reuse_weight: float = 1.0,
     ) -> None:
         super().__init__()
         for name, value in (
             ("learning_rate", learning_rate),
             ("weight_decay", weight_decay),
             ("lookup_share", lookup_share),
+            ("reuse_weight", reuse_weight),
         ):
             if value < 0:
                 raise SettingError(f"{name} must not be negative, got {value}.")
@@ -70,6 +86,7 @@ class PredictorModule(L.LightningModule):
             "lookup_share": lookup_share,
             "warmup_share": warmup_share,
             "final_share": final_share,
+            "reuse_weight": reuse_weight,
         }
         self.data_settings: dict[str, Any] = {}  # where training data came from, kept in checkpoints for the export
         self.meter: RecallMeter | None = None
@@ -88,21 +105,43 @@ class PredictorModule(L.LightningModule):
         if statistics is not None:
             self._network.warm_start(statistics)
 
-    def logits(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Give the logits of a batch, fed the true past, and the experts used, both [B, T, L, E]."""
-        used = many_hot(batch.experts, self.network.spec.shape[1])
-        if isinstance(self.network, TokenNetwork):
-            before = many_hot(batch.before, self.network.spec.shape[1])
-            previous = torch.cat([before[:, None], used[:, :-1]], dim=1)
-            return self.network(batch.ids, previous, self.network.start(len(used)))[0], used
-        assert isinstance(self.network, BatchNetwork)
-        return self.network(batch.ids, batch.mask), used
+    def _predict(self, batch: Batch, stride: int) -> _Predicted:
+        """Run the network over a batch, fed the true past; `stride` is that of the layer horizon."""
+        network, used = self.network, many_hot(batch.experts, self.network.spec.shape[1])
+        if isinstance(network, BatchNetwork):
+            return _Predicted(network(batch.ids, batch.mask), used)
+        assert isinstance(network, TokenNetwork)
+        before = many_hot(batch.before, network.spec.shape[1])
+        previous = torch.cat([before[:, None], used[:, :-1]], dim=1)
+        start = network.start(len(used))
+        if isinstance(network, LayerNetwork):
+            logits, layer, _ = network.layers(batch.ids, previous, used, start, stride)
+            return _Predicted(layer, used, logits.routing, logits.reuse)
+        logits, _ = network(batch.ids, previous, start)
+        return _Predicted(logits.routing, used, None, logits.reuse)
+
+    def _losses(self, batch: Batch, found: _Predicted) -> dict[str, Tensor]:
+        """Give the loss of each head by name: `routing`, and `token` and `reuse` where the network has them."""
+        exists, routing = self.network.exists_LE, LOSSES[self.network.settings.link]
+        losses = {"routing": routing(found.routing, found.used, exists, batch.scored)}
+        if found.token is not None:
+            losses["token"] = routing(found.token, found.used, exists, batch.scored)
+        if found.reuse is not None:
+            assert isinstance(self.network, TokenNetwork)
+            after = many_hot(batch.after, self.network.spec.shape[1])
+            uses = discounted_uses(found.used, after, self.network.discount)
+            losses["reuse"] = self.rates["reuse_weight"] * reuse_loss(found.reuse, uses, exists, batch.scored)
+        return losses
 
     def training_step(self, batch: Batch, batch_index: int) -> Tensor:
         """Give the loss of a batch."""
-        logits, used = self.logits(batch)
-        loss = LOSSES[self.network.settings.link](logits, used, self.network.exists_LE, batch.scored)
+        reach = self.network.reach if isinstance(self.network, LayerNetwork) else 1
+        stride = int(torch.randint(1, reach + 1, ()))
+        losses = self._losses(batch, self._predict(batch, stride))
+        loss = torch.stack(list(losses.values())).sum()
         self.log("loss", loss, prog_bar=True, batch_size=len(batch.ids))
+        if len(losses) > 1:
+            self.log_dict({f"loss_{name}": value for name, value in losses.items()}, batch_size=len(batch.ids))
         return loss
 
     def on_validation_epoch_start(self) -> None:
@@ -112,10 +151,10 @@ class PredictorModule(L.LightningModule):
     def validation_step(self, batch: Batch, batch_index: int) -> None:
         """Rank the true experts of a batch."""
         assert self.meter is not None
-        logits, used = self.logits(batch)
-        loss = LOSSES[self.network.settings.link](logits, used, self.network.exists_LE, batch.scored)
-        self.log("validation_loss", loss, batch_size=len(batch.ids))
-        scores = self.network.probabilities(logits).float().cpu().numpy()
+        found = self._predict(batch, stride=1)
+        for name, value in self._losses(batch, found).items():
+            self.log(f"validation_loss_{name}", value, batch_size=len(batch.ids))
+        scores = self.network.probabilities(found.routing).float().cpu().numpy()
         experts, scored = batch.experts.cpu().numpy(), batch.scored.cpu().numpy().copy()
         scored[batch.first.cpu().numpy(), 0] = False
         for index in range(len(scores)):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..collect.trace import SequenceRouting
-from ..predictors.base import BatchPredictor, PredictorSpec, TokenPredictor
+from ..predictors.base import Predictor, PredictorSpec
 from ..predictors.baselines import BASELINES, Baseline
 from ..predictors.calibration import CalibrationCurve
 from ..predictors.metrics import RecallMeter
@@ -24,9 +24,7 @@ FREE = {
 FURTHER_K = (1, 3)
 
 
-def measured(
-    predictor: TokenPredictor | BatchPredictor, rows: Sequence[SequenceRouting], baselines: dict[str, float]
-) -> dict[str, Any]:
+def measured(predictor: Predictor, rows: Sequence[SequenceRouting], baselines: dict[str, float]) -> dict[str, Any]:
     """Measure a predictor on rows.
 
     Returns:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from foregate.collect.errors import BundleError, SettingError
 from foregate.collect.topology import MoeLayer, MoeTopology
-from foregate.predictors import bundle_writer, onnx_graph
+from foregate.predictors import bundle_writer, parity
 from foregate.predictors.base import BatchPredictor, PredictorSpec, Step, TokenPredictor
 from foregate.predictors.bundle import CARD, GRAPH, WEIGHTS, Bundle, load_predictor
 from foregate.predictors.bundle_writer import write_bundle
@@ -23,7 +23,7 @@ from foregate.predictors.sru_attention import SruAttentionSettings
 
 CAUSAL = MoeTopology.uniform(2, 6, 2)
 SWITCH = MoeTopology(layers=tuple(MoeLayer(stack="encoder", block=i, num_experts=5, top_k=1) for i in (1, 3)))
-SMALL = SruAttentionSettings(embedding=4, hidden=8, attention=4, window=5)
+SMALL = SruAttentionSettings(embedding=4, hidden=8, attention=4, window=5, discount=0.8)
 
 
 def network_for(topology: MoeTopology, stack: str = "causal") -> Network:
@@ -73,6 +73,8 @@ def test_card_says_what_and_how_well(token_bundle, batch_bundle, draw_rows):
         assert card["inputs"][0]["name"] == "token_ids"
         assert card["outputs"][0]["name"] == "probabilities"
     assert token_bundle.card["window"] == 5
+    assert token_bundle.card["reuse"]["discount"] == 0.8
+    assert "reuse" not in batch_bundle.card
     assert token_bundle.training_sequences() == {fingerprint(row) for row in draw_rows(CAUSAL)[:3]}
     assert batch_bundle.training_sequences() == set()
 
@@ -81,15 +83,17 @@ def test_runs_like_the_network(token_bundle, batch_bundle, draw_rows):
     predictor = load_predictor(token_bundle.path)
     assert isinstance(predictor, TokenPredictor)
     network = network_for(CAUSAL).eval()
-    for scores, experts in scores_of(predictor, draw_rows(CAUSAL), batch=5):
-        assert scores.shape == (*experts.shape[:2], 6)
+    for item in scores_of(predictor, draw_rows(CAUSAL), batch=5):
+        assert item.by_horizon["token"].shape == item.reuse.shape == (*item.experts.shape[:2], 6)
     state, mine = predictor.start(2), network.start(2)
     with torch.no_grad():
         for t in range(8):
             step = Step(np.array([t, 60]), np.random.default_rng(t).integers(0, 2, (2, 2, 6)).astype(np.float32))
             given, state = predictor.step(step, state)
             logits, mine = network.step(torch.from_numpy(step.token_ids), torch.from_numpy(step.previous), mine)
-            np.testing.assert_allclose(given, network.probabilities(logits).numpy(), atol=1e-5)
+            np.testing.assert_allclose(given.routing, network.probabilities(logits.routing).numpy(), atol=1e-5)
+            np.testing.assert_allclose(given.reuse, network.shares(logits.reuse).numpy(), atol=1e-5)
+            np.testing.assert_allclose(given.reuse.sum(-1), 2, atol=1e-4)
     other = load_predictor(batch_bundle)
     assert isinstance(other, BatchPredictor)
     for num_tokens in (1, 2, 90):
@@ -160,7 +164,7 @@ def test_a_graph_that_differs_is_refused_and_nothing_is_left(token_bundle, tmp_p
     with pytest.raises(BundleError, match="differs from the network by"):
         write_bundle(tmp_path / "b", other)
     assert not list(tmp_path.iterdir())
-    monkeypatch.setattr(onnx_graph, "TOLERANCE", 1.0)
+    monkeypatch.setattr(parity, "TOLERANCE", 1.0)
     write_bundle(tmp_path / "b", other)
     before = (tmp_path / "b" / CARD).read_bytes()
     with pytest.raises(BundleError, match="exists already"):

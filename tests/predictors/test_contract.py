@@ -9,7 +9,15 @@ import pytest
 import torch
 from foregate.collect.errors import DataError, NotFittedError
 from foregate.collect.topology import MoeLayer, MoeTopology
-from foregate.predictors.base import BatchPredictor, LayerPredictor, PredictorSpec, Step, TokenPredictor
+from foregate.predictors.base import (
+    BatchPredictor,
+    Horizon,
+    LayerPredictor,
+    Predictor,
+    PredictorSpec,
+    Step,
+    TokenPredictor,
+)
 from foregate.predictors.baselines import BASELINES, LayerPair, Oracle
 from foregate.predictors.bundle import Bundle, load_predictor
 from foregate.predictors.bundle_writer import write_bundle
@@ -22,16 +30,25 @@ CAUSAL = MoeTopology(
     layers=tuple(MoeLayer(stack="causal", block=i, num_experts=e, top_k=2) for i, e in enumerate([8, 5, 8]))
 )
 SWITCH = MoeTopology(layers=tuple(MoeLayer(stack="encoder", block=i, num_experts=6, top_k=1) for i in (1, 3)))
-SMALL = {"sru_attention": {"embedding": 8, "hidden": 16, "attention": 4, "window": 4}}
-KINDS = [
-    *((name, "token") for name in sorted(BASELINES) if hasattr(BASELINES[name], "step")),
-    *((name, "batch") for name in sorted(BASELINES) if hasattr(BASELINES[name], "predict")),
-    *((name, horizon) for name in sorted(FAMILIES) for horizon in ("token", "batch")),
-]
+SMALL = {"sru_attention": {"embedding": 8, "hidden": 16, "attention": 4, "window": 4, "discount": 0.8}}
+STACKS = ("causal", "encoder")
+
+
+def horizons_of(name: str) -> list[Horizon]:
+    """Give the horizons that a family has, by the stack it serves; free predictors have all that they can do."""
+    if name in FAMILIES:
+        return list(dict.fromkeys(FAMILIES[name](**SMALL[name]).horizon(stack) for stack in STACKS))
+    kind = BASELINES[name]
+    if hasattr(kind, "ahead"):
+        return ["layer"]
+    return [horizon for horizon, verb in (("token", "step"), ("batch", "predict")) if hasattr(kind, verb)]
+
+
+KINDS = [(name, horizon) for name in sorted([*BASELINES, *FAMILIES]) for horizon in horizons_of(name)]
 
 
 def topology_of(horizon: str) -> MoeTopology:
-    return CAUSAL if horizon == "token" else SWITCH
+    return SWITCH if horizon == "batch" else CAUSAL
 
 
 def spec_of(name: str, horizon: str, vocab_size: int = 50) -> PredictorSpec:
@@ -42,7 +59,7 @@ def spec_of(name: str, horizon: str, vocab_size: int = 50) -> PredictorSpec:
 
 
 @pytest.fixture(scope="module")
-def make(tmp_path_factory, draw_rows) -> Callable[[str, str], TokenPredictor | BatchPredictor]:
+def make(tmp_path_factory, draw_rows) -> Callable[[str, str], Predictor]:
     bundles: dict[tuple[str, str], Bundle] = {}
 
     def bundle_for(name: str, horizon: str) -> Bundle:
@@ -56,7 +73,7 @@ def make(tmp_path_factory, draw_rows) -> Callable[[str, str], TokenPredictor | B
                 parameter.add_(0.1 * torch.randn_like(parameter))
         return write_bundle(tmp_path_factory.mktemp(name) / "bundle", network)
 
-    def build(name: str, horizon: str) -> TokenPredictor | BatchPredictor:
+    def build(name: str, horizon: str) -> Predictor:
         if name in BASELINES:
             return BASELINES[name](spec_of(name, horizon)).fit(draw_rows(topology_of(horizon), sequences=20))
         if (name, horizon) not in bundles:
@@ -78,8 +95,8 @@ def inputs(horizon: str, *, batch: int = 3, tokens: int = 9, seed: int = 0) -> t
     return ids, used
 
 
-def run(predictor: TokenPredictor | BatchPredictor, ids: np.ndarray, used: np.ndarray) -> np.ndarray:
-    """Give probabilities [B, T, L, E] of either horizon."""
+def run(predictor: Predictor, ids: np.ndarray, used: np.ndarray) -> np.ndarray:
+    """Give the probabilities [B, T, L, E] of a step or a batch."""
     if predictor.spec.horizon == "batch":
         assert isinstance(predictor, BatchPredictor)
         return predictor.predict(ids, np.ones(ids.shape, dtype=bool))
@@ -87,7 +104,7 @@ def run(predictor: TokenPredictor | BatchPredictor, ids: np.ndarray, used: np.nd
     state, out, previous = predictor.start(len(ids)), [], np.zeros_like(used[:, 0])
     for t in range(ids.shape[1]):
         given, state = predictor.step(Step(ids[:, t], previous), state)
-        out.append(given)
+        out.append(given.routing)
         previous = used[:, t]
     return np.stack(out, axis=1)
 
@@ -137,9 +154,9 @@ class TestPredictor:
         assert np.isfinite(run(make(name, horizon), ids, np.zeros_like(used))).all()
 
 
-@pytest.mark.parametrize("name", [name for name, horizon in KINDS if horizon == "token"])
-def test_state_is_explicit(name, make):
-    predictor = make(name, "token")
+@pytest.mark.parametrize(("name", "horizon"), [kind for kind in KINDS if kind[1] != "batch"])
+def test_state_is_explicit(name, horizon, make):
+    predictor = make(name, horizon)
     assert isinstance(predictor, TokenPredictor)
     streams = [inputs("token", batch=2, seed=seed) for seed in (1, 2)]
     wanted = [run(predictor, *stream) for stream in streams]
@@ -150,8 +167,40 @@ def test_state_is_explicit(name, make):
             kept = states[index]
             given, states[index] = predictor.step(Step(ids[:, t], previous), kept)
             again, _ = predictor.step(Step(ids[:, t], previous), kept)  # the old state is still good
-            np.testing.assert_array_equal(given, again)
-            np.testing.assert_array_equal(given, wanted[index][:, t])
+            np.testing.assert_array_equal(given.routing, again.routing)
+            np.testing.assert_array_equal(given.routing, wanted[index][:, t])
+
+
+@pytest.mark.parametrize(("name", "horizon"), [kind for kind in KINDS if kind[1] == "layer"])
+class TestLayers:
+    def test_says_what_lies_within_reach_and_nothing_else(self, name, horizon, make):
+        predictor = make(name, horizon)
+        assert isinstance(predictor, LayerPredictor)
+        assert predictor.reach >= 1
+        ids, used = inputs(horizon)
+        _, state = predictor.step(Step(ids[:, 0], np.zeros_like(used[:, 0])), predictor.start(len(ids)))
+        for layer in range(-1, used.shape[2]):
+            given = predictor.ahead(layer, used[:, 0], state)
+            assert given.dtype == np.float32
+            assert given.shape == used[:, 0].shape
+            assert ((given >= 0) & (given <= 1)).all()
+            inside = range(layer + 1, min(layer + 1 + predictor.reach, used.shape[2]))
+            for row, size in enumerate(entry.num_experts for entry in predictor.spec.topology.layers):
+                assert (given[:, row].sum() > 0) == (row in inside)
+                assert (given[:, row, size:] == 0).all()
+
+    def test_does_not_look_at_later_layers(self, name, horizon, make):
+        predictor = make(name, horizon)
+        assert isinstance(predictor, LayerPredictor)
+        ids, used = inputs(horizon)
+        _, state = predictor.step(Step(ids[:, 0], np.zeros_like(used[:, 0])), predictor.start(len(ids)))
+        for layer in range(-1, used.shape[2]):
+            known = used[:, 0].copy()
+            known[:, layer + 1 :] = 0
+            np.testing.assert_array_equal(
+                predictor.ahead(layer, used[:, 0], state), predictor.ahead(layer, known, state)
+            )
+            np.testing.assert_array_equal(used, inputs(horizon)[1])
 
 
 @pytest.mark.parametrize("name", [name for name, horizon in KINDS if horizon == "batch"])
@@ -171,16 +220,15 @@ class TestEstimator:
         kind = BASELINES[name]
         fresh = kind(spec_of(name, "token"))
         with pytest.raises(NotFittedError, match=name):
-            fresh.ahead(0, np.zeros((1, 8))) if isinstance(fresh, LayerPredictor) else fresh.start(1)
+            fresh.start(1)
         first, second = draw_rows(CAUSAL, seed=1), draw_rows(CAUSAL, seed=2)
         refitted = kind(spec_of(name, "token")).fit(first).fit(second)
         other = kind(spec_of(name, "token")).fit(second)
         assert isinstance(refitted, kind)
         ids, used = inputs("token")
         if isinstance(refitted, LayerPair):
-            np.testing.assert_array_equal(refitted.ahead(0, used[:, 0, 0]), other.ahead(0, used[:, 0, 0]))
-        else:
-            np.testing.assert_array_equal(run(refitted, ids, used), run(other, ids, used))
+            np.testing.assert_array_equal(refitted.ahead(0, used[:, 0], None), other.ahead(0, used[:, 0], None))
+        np.testing.assert_array_equal(run(refitted, ids, used), run(other, ids, used))
 
     def test_needs_rows(self, name):
         with pytest.raises(DataError, match=name):
@@ -192,7 +240,7 @@ def test_order_of_quality(draw_rows):
     train, test = draw_rows(CAUSAL, sequences=60), draw_rows(CAUSAL, sequences=20, seed=9)
     recall = {}
     for name, kind in BASELINES.items():
-        predictor = kind(spec_of(name, "token"))
+        predictor = kind(spec_of(name, horizons_of(name)[0]))
         ordered = sorted(test, key=lambda row: -row.num_tokens)  # as they will be replayed
         predictor.fit(ordered if name == "oracle" else train)
         recall[name] = measure(predictor, ordered, batch=len(test)).recall(own_k(predictor))
@@ -211,8 +259,11 @@ def test_layer_pair_by_hand():
     )
     experts = np.array([[0, 1], [0, 1], [0, 0], [1, 0]], dtype=np.int16)
     fitted = LayerPair(spec).fit([SequenceRouting(sequence="s", experts=experts)])
-    np.testing.assert_allclose(fitted.ahead(0, np.eye(2, dtype=np.float32)), [[1 / 3, 2 / 3], [1, 0]], atol=1e-6)
-    np.testing.assert_allclose(fitted.ahead(0, np.zeros((1, 2), np.float32)), [[0.5, 0.5]], atol=1e-6)
+    used = np.zeros((3, 2, 2), np.float32)
+    used[[0, 1], 0, [0, 1]] = 1
+    given = fitted.ahead(0, used, None)
+    np.testing.assert_allclose(given[:, 1], [[1 / 3, 2 / 3], [1, 0], [0.5, 0.5]], atol=1e-6)
+    np.testing.assert_allclose(fitted.ahead(-1, used, None)[:, 0], 3 * [[0.75, 0.25]], atol=1e-6)
 
 
 def test_dense_and_many_hot_keep_what_the_row_says(draw_rows):

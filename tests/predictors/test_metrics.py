@@ -95,7 +95,7 @@ def test_free_baselines_reach_the_published_figures(name, shared):
     for kind, wanted in PUBLISHED[name].items():
         spec = PredictorSpec(
             family=kind,
-            horizon="token",
+            horizon="layer" if kind == "layer_pair" else "token",
             topology=trace.topology,
             stack="causal",
             vocab_size=trace.header.vocab_size or 0,

@@ -39,9 +39,10 @@ def build(topology: MoeTopology, stack: str = "causal", *, rows=None, noise: flo
     return network.eval()
 
 
+@pytest.mark.parametrize("discount", [0.0, 0.8])
 @pytest.mark.parametrize("topology", [CAUSAL, UNEVEN], ids=["uniform", "uneven"])
-def test_steps_equal_the_parallel_form(topology, draw_rows):
-    network = build(topology)
+def test_steps_equal_the_parallel_form(topology, discount, draw_rows):
+    network = build(topology, discount=discount)
     assert isinstance(network, TokenNetwork)
     rows = draw_rows(topology, sequences=2, tokens=(19, 20))
     hot = torch.tensor(np.stack([many_hot(dense(row, topology), network.spec.shape[1]) for row in rows]))
@@ -55,8 +56,13 @@ def test_steps_equal_the_parallel_form(topology, draw_rows):
         for t in range(ids.shape[1]):
             logits, state = network.step(ids[:, t], previous[:, t], state)
             steps.append(logits)
-    torch.testing.assert_close(torch.stack(steps, dim=1), whole, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(torch.cat([head, tail], dim=1), whole, atol=1e-5, rtol=1e-5)
+    assert (whole.reuse is None) == (discount == 0)
+    for index, wanted in enumerate(whole):
+        if wanted is None:
+            continue
+        stepped = torch.stack([step[index] for step in steps], dim=1)
+        torch.testing.assert_close(stepped, wanted, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(torch.cat([head[index], tail[index]], dim=1), wanted, atol=1e-5, rtol=1e-5)
     assert set(state) == set(last) == set(network.start(1))
     for name in last:
         torch.testing.assert_close(state[name], last[name], atol=1e-5, rtol=1e-5)
@@ -95,7 +101,7 @@ def test_starts_at_the_token_table(draw_rows):
     ids = torch.arange(50)
     with torch.no_grad():
         logits, _ = network.step(ids, torch.zeros(50, 3, 8), network.start(50))
-    mine = network.probabilities(logits).numpy().argsort(-1)[..., -2:]
+    mine = network.probabilities(logits.routing).numpy().argsort(-1)[..., -2:]
     theirs = table.predict(ids.numpy()[None], np.ones((1, 50), bool))[0].argsort(-1)[..., -2:]
     assert np.mean([set(a) == set(b) for a, b in zip(mine.reshape(-1, 2), theirs.reshape(-1, 2), strict=True)]) > 0.9
 
@@ -106,7 +112,7 @@ def test_unknown_ids_share_a_row():
     ids = torch.tensor([1, 3, -1, 50, 10**9])  # odd ids are not known here
     with torch.no_grad():
         logits, _ = network.step(ids, torch.zeros(5, 3, 8), network.start(5))
-    torch.testing.assert_close(logits, logits[:1].expand(5, -1, -1))
+    torch.testing.assert_close(logits.routing, logits.routing[:1].expand(5, -1, -1))
 
 
 def test_probabilities_of_absent_experts_are_zero():
@@ -120,11 +126,13 @@ def test_probabilities_of_absent_experts_are_zero():
 
 
 def test_all_parameters_learn():
-    for network in (build(CAUSAL, noise=0.01), build(SWITCH, "encoder", noise=0.01)):
+    for network in (build(CAUSAL, noise=0.01, discount=0.5), build(SWITCH, "encoder", noise=0.01)):
         network.train()
         ids = torch.randint(0, 50, (2, 9))
         if isinstance(network, TokenNetwork):
-            out = network(ids, (torch.rand(2, 9, 3, 8) < 0.25).float(), network.start(2))[0]
+            logits = network(ids, (torch.rand(2, 9, 3, 8) < 0.25).float(), network.start(2))[0]
+            assert logits.reuse is not None
+            out = torch.cat(logits)
         else:
             out = network(ids, torch.ones(2, 9, dtype=torch.bool))
         (out**2).sum().backward()

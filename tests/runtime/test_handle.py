@@ -15,7 +15,7 @@ import pytest
 import torch
 from foregate.collect.errors import ClosedError, StoreError, TransferError
 from foregate.collect.topology import MoeTopology
-from foregate.predictors.base import PredictorSpec, Step
+from foregate.predictors.base import Prediction, PredictorSpec, Step
 from foregate.runtime import load
 from foregate.runtime.handle import Foregate
 from foregate.runtime.layers.fused import FusedLayer
@@ -50,13 +50,14 @@ class Guessing:
     def start(self, batch: int) -> None:
         self.pairs = []
 
-    def step(self, step: Step, state: object) -> tuple[np.ndarray, object]:
+    def step(self, step: Step, state: object) -> tuple[Prediction, object]:
         self.calls += 1
         if self.calls == self.fail_at:
             raise ValueError("lost my way")
         used = [sorted(np.nonzero(row)[0].tolist()) for row in step.previous[0]]
         self.pairs.append((int(step.token_ids[0]), used))
-        return self.random.random((len(step.token_ids), *self.spec.shape)).astype(np.float32), state
+        drawn = self.random.random((len(step.token_ids), *self.spec.shape)).astype(np.float32)
+        return Prediction(drawn), state
 
 
 class Idle(Windows):

@@ -11,7 +11,7 @@ import torch
 from foregate.collect import tiny_models
 from foregate.collect.architectures import topology_of
 from foregate.collect.topology import MoeLayer, MoeTopology, Stack
-from foregate.predictors.base import PredictorSpec, Step
+from foregate.predictors.base import Prediction, PredictorSpec, Step
 from foregate.runtime.counters import Counters
 from foregate.runtime.predictor_thread import BatchInput, PredictorThread, TokenInput
 from foregate.runtime.steps import StepTracker
@@ -43,11 +43,11 @@ class Recording:
         self.pairs = []
         return batch
 
-    def step(self, step: Step, state: object) -> tuple[np.ndarray, object]:
+    def step(self, step: Step, state: object) -> tuple[Prediction, object]:
         self.pairs.append((step.token_ids.tolist(), step.previous.tolist()))
         probs_BLE = np.zeros((len(step.token_ids), *self.spec.shape), np.float32)
         probs_BLE[:, :, :2] = 0.9
-        return probs_BLE, state
+        return Prediction(probs_BLE), state
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ def test_a_late_forecast_is_counted_and_not_given() -> None:
     opened = threading.Event()
 
     class Slow(Recording):
-        def step(self, step: Step, state: object) -> tuple[np.ndarray, object]:
+        def step(self, step: Step, state: object) -> tuple[Prediction, object]:
             assert opened.wait(20)
             return super().step(step, state)
 

@@ -13,7 +13,7 @@ from foregate.train.data import Chunks, LengthSampler, TraceData
 def test_every_token_counts_once(trace, chunk, context):
     data = TraceData(trace)
     rows = data.fitting_rows
-    chunks = Chunks(rows, data.source, chunk, context)
+    chunks = Chunks(rows, data.source, chunk, context, after_tokens=4)
     counted = [np.zeros(row.num_tokens, int) for row in rows]
     for index in range(len(chunks)):
         batch = chunks.collate([chunks[index]])
@@ -23,6 +23,9 @@ def test_every_token_counts_once(trace, chunk, context):
         whole = dense(rows[row], data.header.topology)
         np.testing.assert_array_equal(batch.experts[0].numpy(), whole[start:stop])
         np.testing.assert_array_equal(batch.before[0].numpy(), whole[start - 1] if start else -np.ones_like(whole[0]))
+        following = np.full((4, *whole.shape[1:]), -1)
+        following[: len(whole[stop : stop + 4])] = whole[stop : stop + 4]
+        np.testing.assert_array_equal(batch.after[0].numpy(), following)
         assert bool(batch.first[0]) == (start == 0)
     assert all((count == 1).all() for count in counted)
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from foregate.train.losses import LOSSES
+from foregate.train.losses import LOSSES, discounted_uses, reuse_loss
 from foregate.train.module import many_hot
 
 
@@ -37,3 +37,23 @@ def test_values_by_hand():
 def test_many_hot_leaves_out_what_is_absent():
     out = many_hot(torch.tensor([[[0, 2], [-1, 1], [-1, -1]]], dtype=torch.int16), 3)
     assert out.tolist() == [[[1, 0, 1], [0, 1, 0], [0, 0, 0]]]
+
+
+@pytest.mark.parametrize("discount", [0.3, 0.8])
+def test_discounted_uses_by_the_definition(discount):
+    used, after = (torch.rand(2, 6, 3, 4) < 0.3).float(), (torch.rand(2, 5, 3, 4) < 0.3).float()
+    found, whole = discounted_uses(used, after, discount), torch.cat([used, after], dim=1)
+    for t in range(6):
+        wanted = sum(discount ** (later - t - 1) * whole[:, later] for later in range(t + 1, 11))
+        torch.testing.assert_close(found[:, t], wanted)
+
+
+def test_reuse_loss_counts_tokens_with_a_future():
+    exists, scored = torch.ones(1, 4, dtype=torch.bool), torch.ones(1, 2, dtype=torch.bool)
+    uses = torch.tensor([[[[2.0, 0.0, 2.0, 0.0]], [[0.0, 0.0, 0.0, 0.0]]]])
+    logits = torch.zeros(1, 2, 1, 4)
+    assert reuse_loss(logits, uses, exists, scored).item() == pytest.approx(math.log(4))
+    logits[0, 0, 0] = torch.tensor([9.0, -90, 9, -90])
+    logits[0, 1, 0] = torch.tensor([-90.0, 9, 9, 9])  # of the last token nothing is known
+    assert reuse_loss(logits, uses, exists, scored).item() == pytest.approx(math.log(2), abs=1e-4)
+    assert reuse_loss(logits, uses, exists, ~scored) == 0
