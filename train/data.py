@@ -4,11 +4,12 @@ Knows traces and batches; knows no predictor. A trace is read once, shard by sha
 the trace's own small integers (2 bytes per chosen expert), many-hot vectors are made per batch.
 """
 
-# B batch, T tokens, L MoE layers of the stack, K experts per token
+# B batch, T tokens, L MoE layers of the stack, E experts of the largest, K experts per token
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ..collect.errors import DataError, SettingError
-from ..collect.topology import STACKS, Stack
+from ..collect.topology import STACKS, MoeTopology, Stack
 from ..collect.trace import SequenceRouting, Trace, TraceHeader
 from ..predictors.rows import dense, group_of, ids_of, join_parts
 from .split import Part, SplitSettings, split_groups
@@ -42,6 +43,9 @@ class Batch(NamedTuple):
     """bool [B, T]: tokens that count, neither padding nor context repeated from the chunk before."""
     first: Tensor
     """bool [B]: whether the chunk starts its sequence."""
+    scores: Tensor | None = None
+    """float32 [B, T, L, E]: what the router's top-k chose from, as recorded; 0 on padding and where a smaller layer has
+    no such expert. None where the trace has no scores, or nobody asked for them."""
 
 
 class Chunk(NamedTuple):
@@ -57,11 +61,18 @@ class Chunks(Dataset):
     """Cut rows into chunks of at most `chunk_tokens`, each preceded by up to `context_tokens` of what came before."""
 
     def __init__(
-        self, rows: list[SequenceRouting], trace: Trace, chunk_tokens: int, context_tokens: int, after_tokens: int = 0
+        self,
+        rows: list[SequenceRouting],
+        trace: Trace,
+        chunk_tokens: int,
+        context_tokens: int,
+        after_tokens: int = 0,
+        scores: bool = False,
     ) -> None:
         self.after_tokens = after_tokens
         self.ids = [ids_of(row) for row in rows]
         self.experts = [dense(row, trace.topology) for row in rows]
+        self.scores = [dense_scores(row, trace.topology) for row in rows] if scores else None
         self.chunks = [
             Chunk(index, max(0, start - context_tokens), min(start + chunk_tokens, length), min(start, context_tokens))
             for index, length in enumerate(map(len, self.experts))
@@ -92,7 +103,45 @@ class Chunks(Dataset):
             following = self.experts[row][stop : stop + self.after_tokens]
             after[place, : len(following)] = following
         first = np.array([chunk.start == 0 for chunk in chunks])
-        return Batch(*map(torch.from_numpy, (ids, experts, before, after, mask, scored, first)))
+        return Batch(
+            *map(torch.from_numpy, (ids, experts, before, after, mask, scored, first)),
+            scores=self._scores(chunks, longest),
+        )
+
+    def _scores(self, chunks: list[Chunk], longest: int) -> Tensor | None:
+        if self.scores is None:
+            return None
+        out = np.zeros((len(chunks), longest, *self.scores[0].shape[1:]), np.float32)
+        for place, (row, start, stop, _) in enumerate(chunks):
+            out[place, : stop - start] = self.scores[row][start:stop]
+        return torch.from_numpy(out)
+
+
+def dense_scores(row: SequenceRouting, topology: MoeTopology) -> np.ndarray:
+    """Give a row's scores as float32 [T, L, E], 0 where a smaller layer has no such expert.
+
+    Raises:
+        DataError: if the row has none, or one of them is no number.
+    """
+    layers = topology.layers_of(row.stack)
+    sizes = [topology.layers[index].num_experts for index in layers]
+    if row.scores is None:
+        raise DataError(
+            f"Sequence {row.sequence!r} has no router scores, though its trace declares them; run foregate validate "
+            "and record the trace again."
+        )
+    if np.isnan(row.scores).any():
+        token = int(np.argwhere(np.isnan(row.scores))[0][0])
+        raise DataError(
+            f"The router scores of sequence {row.sequence!r} are no numbers at token {token}; run foregate validate "
+            "and record the trace again."
+        )
+    if len(set(sizes)) == 1:
+        return row.scores.reshape(row.num_tokens, len(layers), sizes[0])
+    out = np.zeros((row.num_tokens, len(layers), max(sizes)), np.float32)
+    for index, (start, stop) in enumerate(pairwise([0, *accumulate(sizes)])):
+        out[:, index, : stop - start] = row.scores[:, start:stop]
+    return out
 
 
 class LengthSampler(Sampler):
@@ -162,6 +211,7 @@ class TraceData(L.LightningDataModule):
         self.trace_path, self.split = Path(trace), split or SplitSettings()
         self.chunk_tokens, self.context_tokens, self.batch_tokens = chunk_tokens, context_tokens, batch_tokens
         self.after_tokens = 0  # tokens after a chunk that its batch also shows; the network's discount decides
+        self.with_scores = False  # whether batches show the router's scores, where the trace has them
         self.rows: dict[Part, list[SequenceRouting]] = {}
         self._wanted = stack
         self._source: Trace | None = None
@@ -214,9 +264,15 @@ class TraceData(L.LightningDataModule):
             return self.header.vocab_size
         return 1 + max((int(ids_of(row).max(initial=-1)) for rows in self.rows.values() for row in rows), default=-1)
 
+    @property
+    def has_scores(self) -> bool:
+        """Whether the trace says what its routers' top-k chose from."""
+        return self.header.scores == "selection"
+
     def _loader(self, part: Part, chunk_tokens: int, batch_tokens: int, seed: int | None) -> DataLoader:
         self.setup()
-        data = Chunks(self.rows[part], self.source, chunk_tokens, self.context_tokens, self.after_tokens)
+        scores = self.with_scores and self.has_scores
+        data = Chunks(self.rows[part], self.source, chunk_tokens, self.context_tokens, self.after_tokens, scores)
         sampler = LengthSampler(data.chunks, batch_tokens, seed)
         return DataLoader(data, batch_sampler=sampler, collate_fn=data.collate)
 

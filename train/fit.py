@@ -145,6 +145,8 @@ def fit(
         module = _best(trainer, module, data, best)
         trained = time.monotonic()
         run = {"seed": settings.seed, "steps": trainer.global_step, "seconds": round(trained - start, 1)}
+        if module.distillation is not None:
+            run["distilled"] = data.has_scores  # False: the trace has no scores to learn from
         module.cpu()
         bundle = export(module, data, out, run)
         exported = time.monotonic()
@@ -175,6 +177,14 @@ def _build(module: PredictorModule, data: TraceData) -> None:
     module.build(spec, found.token_ids, found)
     if isinstance(module.network, TokenNetwork):
         data.after_tokens = horizon_of(module.network.discount)
+    data.with_scores = module.distillation is not None
+    if data.with_scores and not data.has_scores:
+        log.warning(
+            "%s has no router scores: %s trains by cross-entropy alone, without distillation; record the trace with "
+            "--scores for both",
+            data.trace_path,
+            network.family,
+        )
     module.data_settings = {
         "trace": str(data.trace_path.resolve()),
         "stack": data.stack,

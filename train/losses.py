@@ -1,16 +1,45 @@
-"""Losses between logits and the experts that tokens used. Knows tensors; knows no predictor or trace."""
+"""Losses between logits and the experts that tokens used, or what their routers scored. Knows tensors and settings.
+
+A family chooses by its settings: `link` says how it is held to the experts used, `discount` > 0 adds the reuse loss,
+`distill_top` > 0 adds `distill_weight` x the distillation from the router's own scores, where a trace has them. SiDA's
+loss, 0.005 x cross-entropy + distillation of the 30 largest, is `distill_top` 30 and `distill_weight` 200, times 0.005.
+"""
 
 # B batch, T tokens, L MoE layers, E experts
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..predictors.network import ABSENT, Link
+from ..collect.errors import SettingError
+from ..predictors.network import ABSENT, Link, NetworkSettings
+
+
+class Distillation(NamedTuple):
+    """How a family learns from its router's scores."""
+
+    top: int
+    """Experts of a layer, those with the largest scores, that are compared."""
+    weight: float
+    """Weight beside the loss of the routing."""
+
+
+def distillation(settings: NetworkSettings) -> Distillation | None:
+    """Give the distillation that a family's settings ask for by `distill_top` and `distill_weight`, if any.
+
+    Raises:
+        SettingError: if one of them is negative.
+    """
+    found = Distillation(getattr(settings, "distill_top", 0), getattr(settings, "distill_weight", 1.0))
+    for name, value in found._asdict().items():
+        if value < 0:
+            raise SettingError(f"distill_{name} must not be negative, got {value}.")
+    return found if found.top and found.weight else None
 
 
 def binary_loss(logits_BTLE: Tensor, used_BTLE: Tensor, exists_LE: Tensor, scored_BT: Tensor) -> Tensor:
@@ -47,6 +76,21 @@ def reuse_loss(logits_BTLE: Tensor, uses_BTLE: Tensor, exists_LE: Tensor, scored
     target = uses_BTLE / uses_BTLE.sum(-1, keepdim=True).clamp(min=1e-6)
     logs = torch.log_softmax(logits_BTLE.masked_fill(~exists_LE, ABSENT), dim=-1)
     return _mean(-(target * logs).sum(-1), known_BT)
+
+
+def distill_loss(logits_BTLE: Tensor, scores_BTLE: Tensor, exists_LE: Tensor, scored_BT: Tensor, top: int) -> Tensor:
+    """Give the L1 distance of two softmaxes over the `top` experts that the router scored highest in a layer.
+
+    Scores that are shares of a layer already (not negative, summing to 1) are the router's softmax: their logarithm is
+    compared. SiDA's truncated knowledge distillation.
+    """
+    exists_E = exists_LE.expand_as(scores_BTLE)
+    shares = (scores_BTLE.amin(-1) >= 0) & ((scores_BTLE * exists_E).sum(-1) - 1).abs().lt(1e-3)
+    teacher = torch.where(shares[..., None], scores_BTLE.clamp(min=1e-12).log(), scores_BTLE)
+    teacher = teacher.float().masked_fill(~exists_E, -torch.inf)
+    largest, places = teacher.topk(min(top, teacher.shape[-1]), dim=-1)
+    student = logits_BTLE.float().masked_fill(~exists_E, -torch.inf).gather(-1, places)
+    return _mean((student.softmax(-1) - largest.softmax(-1)).abs().sum(-1), scored_BT)
 
 
 def _mean(losses_BTL: Tensor, scored_BT: Tensor) -> Tensor:

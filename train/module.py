@@ -26,7 +26,7 @@ from ..predictors.registry import settings_from_json
 from ..predictors.rows import RoutingStatistics
 from ..predictors.sru_attention import SruAttentionSettings
 from .data import Batch
-from .losses import LOSSES, discounted_uses, reuse_loss
+from .losses import LOSSES, discounted_uses, distill_loss, distillation, reuse_loss
 
 KEY = "foregate"  # our entry in a Lightning checkpoint
 
@@ -88,6 +88,7 @@ class PredictorModule(L.LightningModule):
             "final_share": final_share,
             "reuse_weight": reuse_weight,
         }
+        self.distillation = distillation(self.network_settings)
         self.data_settings: dict[str, Any] = {}  # where training data came from, kept in checkpoints for the export
         self.meter: RecallMeter | None = None
         self._network: Network | None = None
@@ -121,7 +122,7 @@ class PredictorModule(L.LightningModule):
         return _Predicted(logits.routing, used, None, logits.reuse)
 
     def _losses(self, batch: Batch, found: _Predicted) -> dict[str, Tensor]:
-        """Give the loss of each head by name: `routing`, and `token` and `reuse` where the network has them."""
+        """Give the loss of each head by name: `routing`, and `token`, `reuse` and `distill` where they are wanted."""
         exists, routing = self.network.exists_LE, LOSSES[self.network.settings.link]
         losses = {"routing": routing(found.routing, found.used, exists, batch.scored)}
         if found.token is not None:
@@ -131,6 +132,9 @@ class PredictorModule(L.LightningModule):
             after = many_hot(batch.after, self.network.spec.shape[1])
             uses = discounted_uses(found.used, after, self.network.discount)
             losses["reuse"] = self.rates["reuse_weight"] * reuse_loss(found.reuse, uses, exists, batch.scored)
+        if self.distillation is not None and batch.scores is not None:
+            top, weight = self.distillation
+            losses["distill"] = weight * distill_loss(found.routing, batch.scores, exists, batch.scored, top)
         return losses
 
     def training_step(self, batch: Batch, batch_index: int) -> Tensor:
