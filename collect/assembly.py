@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from .errors import ModelError
 from .recorder import LayerRouting
@@ -27,7 +28,7 @@ class Recorded(NamedTuple):
     experts: np.ndarray
     """int16 [T, W]."""
     weights: np.ndarray
-    """float32 [T, W]."""
+    """float16 [T, W], as in a trace; infinite where a weight is larger."""
     scores: np.ndarray | None = None
     """float32 [T, S], the layers' scores side by side; None where not recorded."""
 
@@ -43,11 +44,16 @@ def record_forward(
     layers = [routing[index] for index in topology.layers_of(stack)]
     _expect(topology, layers, stack, (ids_BP.size,))
     columns = _columns([layer.by_call()[0] for layer in layers], ids_BP.shape)
-    recorded = []
-    for row, (ids, mask) in enumerate(zip(ids_BP, mask_BP, strict=True)):
-        parts: list[Any] = [None if part is None else part[row][mask] for part in columns]
-        recorded.append(Recorded(ids[mask].astype(np.int32), *parts))
-    return recorded
+    tokens_BP = ids_BP.astype(np.int32)
+    if mask_BP.all():  # views: a batch that is all tokens takes no more memory than its sequences
+        return [
+            Recorded(tokens_BP[row], *(None if part is None else part[row] for part in columns))
+            for row in range(len(ids_BP))
+        ]
+    return [
+        Recorded(tokens_BP[row][mask], *(None if part is None else part[row][mask] for part in columns))
+        for row, mask in enumerate(mask_BP)
+    ]
 
 
 def record_generation(
@@ -100,10 +106,13 @@ def record_generation(
 
 def _columns(calls: Sequence[tuple[np.ndarray | None, ...]], shape: tuple[int, ...]) -> list[Any]:
     """Put the layers of one call side by side: experts and weights [*shape, W], scores [*shape, S] or None."""
-    return [
+    experts, weights, scores = (
         None if any(values is None for values in part) else np.concatenate(part, axis=1).reshape(*shape, -1)
         for part in zip(*calls, strict=True)
-    ]
+    )
+    assert weights is not None
+    # by PyTorch, for the whole batch: NumPy takes 88 microseconds for 1024 tokens x 24 weights, PyTorch 6
+    return [experts, torch.from_numpy(weights).half().numpy(), scores]
 
 
 def _expect(topology: MoeTopology, layers: Sequence[LayerRouting], stack: Stack, calls: tuple[int, ...]) -> None:

@@ -173,7 +173,7 @@ class Passes:
             stack=stack,
             token_ids=recorded.token_ids,
             experts=recorded.experts,
-            weights=recorded.weights.astype(np.float32, copy=False),
+            weights=recorded.weights,
             scores=recorded.scores,
             group=piece.group,
             category=piece.document.category,

