@@ -8,8 +8,6 @@ from typing import Any
 from ..collect.importers.config import ImportConfig
 from .options import settings_from, settings_parser
 
-NOTES_SHOWN = 8  # so that the report stays on one screen; --json has all
-
 
 def parser() -> Any:
     """Build the parser of `foregate import`."""
@@ -21,6 +19,7 @@ def parser() -> Any:
 def run(args: Any) -> int:
     """Import and print what was read, dropped and noted."""
     from ..collect.importing import import_source
+    from ..collect.notes import note_lines
 
     result = import_source(settings_from(args, ImportConfig))
     if args.json:
@@ -32,8 +31,6 @@ def run(args: Any) -> int:
     print(f"rows read {report.rows_read}, kept {report.rows_kept}")
     for reason, count in sorted(report.rows_dropped.items()):
         print(f"dropped {count}: {reason}")
-    for note in report.notes[:NOTES_SHOWN]:
-        print(f"note: {note}")
-    if len(report.notes) > NOTES_SHOWN:
-        print(f"... and {len(report.notes) - NOTES_SHOWN} more notes; --json has all.")
+    for line in note_lines(report.notes):
+        print(line)
     return 0

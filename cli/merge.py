@@ -15,10 +15,22 @@ def parser() -> Any:
     parser = jsonargparse.ArgumentParser(
         prog="foregate merge",
         description="Write a new trace with the rows of several, each checked on the way. Their topology, model, "
-        "tokenizer, dtype and kinds of weights and scores must agree, and no sequence may stand in two of them.",
+        "tokenizer, dtype and kinds of weights and scores must agree, and no sequence may stand in two of them unless "
+        "--rename tells them apart.",
     )
     parser.add_argument("traces", type=str, nargs="+", help="folders of traces, or .npz files")
     parser.add_argument("--out", type=str, required=True, help="folder of the new trace")
+    parser.add_argument(
+        "--rename",
+        action="store_true",
+        help="put the name of each source (its number where two names are equal) before its sequences and groups, as "
+        "in en/my.txt:0",
+    )
+    parser.add_argument(
+        "--keep-groups",
+        action="store_true",
+        help="with --rename: leave groups as they are, where equal ones mean the same document in every source",
+    )
     add_json(parser)
     return parser
 
@@ -27,7 +39,7 @@ def run(args: Any) -> int:
     """Merge the traces and print the new one's size."""
     from ..collect.merge import merge
 
-    result = merge(args.traces, args.out)
+    result = merge(args.traces, args.out, rename=args.rename, keep_groups=args.keep_groups)
     if args.json:
         values = result._asdict() | {"trace": str(result.trace)}
         print(json.dumps(values))

@@ -6,8 +6,9 @@ format.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +19,9 @@ from .importers.contract import Importer, LoadReading, Reading
 from .importers.dummies import without_dummies
 from .importers.report import ImportReport
 from .load_table import write_load_table
+from .notes import kept
 from .staging import staged_folder
+from .trace import HEADER_NAME, TraceHeader
 from .writer import TraceWriter
 
 
@@ -51,7 +54,7 @@ class ImportResult:
             "rows_read": self.report.rows_read,
             "rows_kept": self.report.rows_kept,
             "rows_dropped": dict(sorted(self.report.rows_dropped.items())),
-            "notes": self.report.notes,
+            "notes": [note.to_json() for note in self.report.notes],
             "topology": self.header.get("topology"),
             "runs": self.header.get("runs"),
         }
@@ -73,15 +76,15 @@ def import_source(config: ImportConfig) -> ImportResult:
             reading = importer.read(paths, config, report)
             if isinstance(reading, LoadReading):
                 write_load_table(folder, reading.header, reading.rows)
-                sequences = tokens = 0
+                header, sequences, tokens = reading.header, 0, 0
             else:
-                sequences, tokens = _write_trace(folder, reading, config, report)
+                header, sequences, tokens = _write_trace(folder, reading, config, report)
         except (TraceError, SettingError) as error:
             raise type(error)(str(error).replace(str(folder), str(out))) from error
-    if isinstance(reading, LoadReading):
-        described = "; ".join(f"{run}: {len(layers)} layers" for run, layers in reading.header.runs.items())
+    if isinstance(header, TraceHeader):
+        described = header.topology.describe()
     else:
-        described = reading.header.topology.describe()
+        described = "; ".join(f"{run}: {len(layers)} layers" for run, layers in header.runs.items())
     return ImportResult(
         out=out,
         format=importer.name,
@@ -89,7 +92,7 @@ def import_source(config: ImportConfig) -> ImportResult:
         sequences=sequences,
         tokens=tokens,
         described=described,
-        header=reading.header.to_json(),
+        header=header.to_json(),
         report=report,
     )
 
@@ -150,8 +153,10 @@ def _note_others(files: Sequence[Path], chosen: Sequence[Path], report: ImportRe
         report.note(f"Left out, being of another format: {', '.join(others[:3])}{more}.")
 
 
-def _write_trace(folder: Path, reading: Reading, config: ImportConfig, report: ImportReport) -> tuple[int, int]:
-    """Write the rows and give the numbers of sequences and tokens."""
+def _write_trace(
+    folder: Path, reading: Reading, config: ImportConfig, report: ImportReport
+) -> tuple[TraceHeader, int, int]:
+    """Write the rows and give the header and the numbers of sequences and tokens."""
     with TraceWriter(folder, reading.header) as writer:
         for row in without_dummies(reading.rows, report, reading.rows_per_token):
             writer.write(row)
@@ -162,4 +167,6 @@ def _write_trace(folder: Path, reading: Reading, config: ImportConfig, report: I
             f"{config.source} holds no usable row: {report.rows_read} were read, {dropped or 'none'} dropped; record "
             "again, with requests running."
         )
-    return counts.sequences, counts.tokens
+    header = replace(reading.header, notes=kept(report.notes))  # only now are all known: rows are read while written
+    (folder / HEADER_NAME).write_text(json.dumps(header.to_json(), indent=1) + "\n", encoding="utf-8")
+    return header, counts.sequences, counts.tokens

@@ -17,8 +17,10 @@ from typing import Any, NamedTuple
 import pyarrow.parquet as pq
 
 from .checks import FileCheck, OrderCheck
-from .errors import TraceError
+from .errors import SettingError, TraceError
+from .notes import kept
 from .npz import NpzTrace
+from .renaming import Renaming
 from .row_checks import RowCheck
 from .row_queue import num_bytes
 from .sequence import PART_TOKENS, SequenceRouting, split_parts, stored
@@ -47,7 +49,14 @@ class MergeResult(NamedTuple):
     """Traces that it was merged from."""
 
 
-def merge(sources: Sequence[str | Path], out: str | Path, *, config: WriterConfig | None = None) -> MergeResult:
+def merge(
+    sources: Sequence[str | Path],
+    out: str | Path,
+    *,
+    config: WriterConfig | None = None,
+    rename: bool = False,
+    keep_groups: bool = False,
+) -> MergeResult:
     """Write a new trace with the rows of several.
 
     Sequences keep their ids, those of an `.npz` file are called FILE:NUMBER. Rows are checked as a writer checks them.
@@ -56,29 +65,37 @@ def merge(sources: Sequence[str | Path], out: str | Path, *, config: WriterConfi
         sources: trace folders and `.npz` files.
         out: folder of the new trace.
         config: shard sizes.
+        rename: put each source's name and a slash before its ids and groups; see `Renaming`.
+        keep_groups: with `rename`, leave groups as they are: equal names mean the same document in every source.
 
     Raises:
         TraceError: if a source is no trace, is damaged or empty, the sources do not belong together, or a sequence
             stands in two of them; the message names file, row and reason.
-        SettingError: if `out` exists already.
+        SettingError: if `out` exists already, a source is given twice, or groups are to be kept without `rename`.
     """
+    if keep_groups and not rename:
+        raise SettingError("keep-groups says what --rename leaves as it is; give --rename too, or leave it out.")
     traces = [Trace.open(source) for source in sources]
-    header = merged_header(traces)
+    renaming = Renaming.of([trace.path for trace in traces], keep_groups=keep_groups) if rename else None
+    header = merged_header(traces, None if renaming is None else renaming.prefixes)
     text = any(TEXT_FIELD.name in _column_names(shard) for trace in traces for shard in trace.shards)
     with staged_folder(out) as folder:
         (folder / HEADER_NAME).write_text(json.dumps(header.to_json(), indent=1) + "\n", encoding="utf-8")
         gathering = _Gathering(folder, header, config or WriterConfig(), text=text)
-        for trace in traces:
+        for number, trace in enumerate(traces):
             for place, row in _checked(trace, header):
-                gathering.add(row, place, trace.path)
+                gathering.add(row if renaming is None else renaming.row(row, number), place, trace.path)
         gathering.close()
         if not gathering.owners:
             raise TraceError(f"{', '.join(map(str, sources))}: there are no rows to merge; give traces that hold some.")
     return MergeResult(Path(out), len(gathering.owners), gathering.tokens, gathering.shards, len(traces))
 
 
-def merged_header(traces: Sequence[Trace]) -> TraceHeader:
+def merged_header(traces: Sequence[Trace], prefixes: Sequence[str] | None = None) -> TraceHeader:
     """Give the header that stands for all traces; how each was made is listed under `recording`.
+
+    Args:
+        prefixes: what stands before each trace's ids; None where they keep them.
 
     Raises:
         TraceError: if the traces do not belong together.
@@ -90,13 +107,15 @@ def merged_header(traces: Sequence[Trace]) -> TraceHeader:
     made: list[dict[str, Any]] = [
         {"trace": trace.path.name}
         | {name: getattr(trace.header, name) for name in ("versions", "generation", "recording", "seed")}
-        for trace in traces
+        | ({} if prefixes is None else {"prefix": prefixes[number]})
+        for number, trace in enumerate(traces)
     ]
     shared = {
         name: made[0][name] if all(item[name] == made[0][name] for item in made) else empty
         for name, empty in (("versions", {}), ("generation", {}), ("seed", None))
     }
-    return replace(header, **shared, recording={"merged": made})
+    notes = kept(note for trace in traces for note in trace.header.notes)
+    return replace(header, **shared, recording={"merged": made}, notes=notes)
 
 
 def _joined(header: TraceHeader, trace: Trace, first: Path) -> TraceHeader:
@@ -183,7 +202,10 @@ class _Gathering:
         """Take a row; a sequence that another source has brought already is refused."""
         owner = self.owners.setdefault(row.sequence, source)
         if owner is not source:
-            raise place.error(f"sequence {row.sequence!r} stands in {owner} too")
+            raise TraceError(
+                f"{place.file}, row {place.row}: sequence {row.sequence!r} stands in {owner} too; give --rename to put "
+                "each source's name before its ids, or leave one of the two out."
+            )
         full = len(self._rows) >= self.config.shard_rows or self._bytes >= self.config.shard_bytes
         if full and row.sequence != self._rows[-1].sequence:
             self.close()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from .errors import SettingError, TraceError
+from .notes import Note, notes_from_json
 from .sequence import PART_TOKENS, SequenceRouting, join_parts
 from .shard import FORMAT_VERSION, read_shard
 from .topology import MoeTopology, Stack
@@ -64,6 +65,8 @@ class TraceHeader:
     """Data and lengths of the recording: what a resumed run must agree in."""
     seed: int | None = None
     """Seed of the recording run."""
+    notes: tuple[Note, ...] = ()
+    """What an import could not prove; empty for a recording of one's own."""
 
     def __post_init__(self) -> None:
         if self.weights not in get_args(WeightsKind):
@@ -73,8 +76,10 @@ class TraceHeader:
 
     def to_json(self) -> dict[str, Any]:
         """Give the header as plain JSON values."""
-        values = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "topology"}
-        return {"format_version": FORMAT_VERSION, **values, "topology": self.topology.to_json()}
+        plain = [item.name for item in fields(self) if item.name not in ("topology", "notes")]
+        values = {name: getattr(self, name) for name in plain}
+        notes = [note.to_json() for note in self.notes]
+        return {"format_version": FORMAT_VERSION, **values, "notes": notes, "topology": self.topology.to_json()}
 
     @classmethod
     def from_json(cls, value: dict[str, Any], where: str = HEADER_NAME) -> TraceHeader:
@@ -93,10 +98,12 @@ class TraceHeader:
                 f"{where} has format version {version!r}; this foregate reads version {FORMAT_VERSION}: "
                 "record or import the trace again."
             )
-        known = {name: value[name] for name in cls.__dataclass_fields__ if name in value and name != "topology"}
+        apart = ("topology", "notes")
+        known = {name: value[name] for name in cls.__dataclass_fields__ if name in value and name not in apart}
         try:
             _check_types(known)
-            header = cls(topology=MoeTopology.from_json(value["topology"]), **known)
+            notes = notes_from_json(value.get("notes", []))
+            header = cls(topology=MoeTopology.from_json(value["topology"]), notes=notes, **known)
             _check_limits(header.topology)
         except SettingError as error:
             raise TraceError(f"{where} is no usable header: {error}") from error

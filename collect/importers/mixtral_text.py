@@ -29,6 +29,10 @@ from .report import CUT_LINE, INCOMPLETE_FORWARD, ImportReport
 from .survey import Survey
 
 INPUT_IDS, LAYER, TOPK_IDS = "input_ids", "Layer ", " topk_ids"
+GOES_ON = (
+    "A forward of one token is taken to go on with the sequence before it: a prompt of a single token cannot be told "
+    "from a generated one."
+)
 
 
 @dataclass(slots=True)
@@ -78,6 +82,8 @@ class MixtralText(Importer):
                     yield _row(path, number, held)
                     number, held = number + 1, []
                 if whole:
+                    if held:
+                        report.note(GOES_ON)
                     held.append(forward)
             if held:
                 yield _row(path, number, held)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from ..notes import Note, NoteKind
+
 # Reasons for dropping rows; each is explained in docs/importing.md
 WARM_UP = "warm_up"  # many rows in a row that are all alike: a dummy batch of the serving engine, or stored padding
 DUPLICATE = "duplicate"  # the same row again, or the same tokens from another rank
@@ -36,8 +38,8 @@ class ImportReport:
     """Rows that the source holds."""
     rows_dropped: Counter[str] = field(default_factory=Counter)
     """Rows that are not in the result, by reason."""
-    notes: list[str] = field(default_factory=list)
-    """What was assumed or looks odd: one sentence each."""
+    notes: list[Note] = field(default_factory=list)
+    """What was assumed, looks odd, or cannot be proven; the trace keeps them."""
 
     def read(self, rows: int) -> None:
         """Count rows that were read."""
@@ -49,10 +51,11 @@ class ImportReport:
         if rows:
             self.rows_dropped[reason] += rows
 
-    def note(self, sentence: str) -> None:
-        """Remember a sentence, once."""
-        if sentence not in self.notes:
-            self.notes.append(sentence)
+    def note(self, sentence: str, kind: NoteKind = "remark") -> None:
+        """Remember a sentence, once; `kind` says what it forbids."""
+        note = Note.of(sentence, kind)
+        if note not in self.notes:
+            self.notes.append(note)
 
     @property
     def rows_kept(self) -> int:

@@ -99,7 +99,8 @@ def _note_drift(problem: Any, present: np.ndarray, layers: list[int], report: Im
         report.note(
             f"Problem {problem}: the layers number their tokens without a gap but hold {counts.min()} to "
             f"{counts.max()} (layer {layers[int(counts.argmin())]} has the fewest): calls were missed at places "
-            "that the log does not tell, and behind them a token_idx is not the same token in every layer."
+            "that the log does not tell, and behind them a token_idx is not the same token in every layer.",
+            kind="layers_apart",
         )
 
 

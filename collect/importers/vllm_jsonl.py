@@ -76,14 +76,16 @@ class VllmJsonl(Importer):
         report.note(
             "A sequence is one forward of the log: the rows of a prefill follow one another in a text, those of a "
             "decode forward belong to different requests (the log does not say which), so nothing may be learnt from "
-            "one row to the next there."
+            "one row to the next there.",
+            kind="tokens_apart",
         )
         logged = [own for _, own in metas]
         if any(own != layers for own in logged):
             report.note(
                 "The files are runs of their own and nothing in them proves that their rows are the same tokens, so "
                 "they are not joined: each run's rows have -1 in the layers that it did not log, and nothing may be "
-                "learnt from one layer to the next."
+                "learnt from one layer to the next.",
+                kind="layers_apart",
             )
         rows = self._rows(paths, header, layers, logged, report)
         return Reading(header=header, rows=rows, rows_per_token=max(map(len, logged)))

@@ -59,7 +59,7 @@ def test_empty_sequences_and_unfilled_ends_are_left_out(imported: Import, tmp_pa
     experts = np.concatenate([EXPERTS, np.zeros((2, 1, 2), np.uint8)])
     got = imported(npz(tmp_path / "a.npz", experts=experts, offsets=np.array([0, 1, 1, 6])))
     assert (list(got.rows), got.dropped) == (["0", "2"], {"not_forwarded": 2})
-    assert any("sequence 1 is empty" in note for note in got.result.report.notes)
+    assert any("sequence 1 is empty" in note.sentence for note in got.result.report.notes)
 
 
 def test_warm_up_inside_arrays_is_cut_out(imported: Import, tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_logits_become_ids_and_scores(imported: Import, tmp_path: Path) -> None:
     got = imported(npz(tmp_path / "a.npz", logits=LOGITS, offsets=[0, 2, 3]), top_k=2)
     assert [row.experts.tolist() for row in got.rows.values()] == [[[0, 2], [3, 1]], [[1, 0]]]  # 1 before 2: the tie
     assert got.rows["1"].scores.tolist() == [[5, 6, 0, 0.5]]
-    assert any("In 1 choices" in note for note in got.result.report.notes)
+    assert any("In 1 choices" in note.sentence for note in got.result.report.notes)
     assert Trace.open(got.result.out).header.scores == "selection"
 
 
@@ -183,7 +183,7 @@ def test_counts_keep_stacks_blocks_and_batches(imported: Import, tmp_path: Path)
     ]
     assert [(row.layer, row.batch, row.counts.tolist()) for row in table][:2] == [(0, 8, [6, 2]), (0, 9, [4, 2])]
     assert (got.result.report.rows_read, got.result.tokens) == (6, 0)
-    assert any("in 3 of 6 rows the counts sum to less" in note for note in got.result.report.notes)
+    assert any("in 3 of 6 rows the counts sum to less" in note.sentence for note in got.result.report.notes)
 
 
 COUNTS = {

@@ -140,7 +140,8 @@ def test_ties_are_counted_as_the_scores_are_recorded(imported: Import, tmp_path:
     found = imported(logits(tmp_path, values), top_k=2)
     assert found.layer("0", 0) == [[0, 1]]
     assert any(
-        "In 1 choices the last chosen logit equals the first left out" in note for note in found.result.report.notes
+        "In 1 choices the last chosen logit equals the first left out" in note.sentence
+        for note in found.result.report.notes
     )
 
 

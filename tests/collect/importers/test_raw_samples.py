@@ -26,7 +26,7 @@ def test_vllm_log_of_one_layer(imported: Import, raw: Path) -> None:
     assert got.result.format == "vllm-jsonl"
     assert (got.result.report.rows_read, got.dropped) == (18_818, {"warm_up": 16_384})
     assert (got.result.sequences, got.result.tokens) == (106 - 2, 18_818 - 16_384)
-    assert got.result.described == "1 causal layers x 60 experts, top-4"
+    assert got.result.described == "1 causal layer x 60 experts, top-4"
     first, last = next(iter(got.rows.values())), list(got.rows.values())[-1]
     assert first.num_tokens == 65
     assert first.experts[:2].tolist() == [[39, 40, 46, 30], [30, 59, 13, 34]]  # lines 8,194 and 8,195
@@ -48,7 +48,9 @@ def test_vllm_logs_by_layer_are_not_joined(imported: Import, raw: Path) -> None:
     row = got.rows["layer8:2"]
     assert row.experts[0].tolist() == [-1] * 4 + [34, 43, 46, 6] + [-1] * 12  # line 8,450 of layer8.jsonl
     assert got.rows["layer23:3"].experts[-1].tolist() == [-1] * 16 + [58, 38, 31, 40]
-    assert any("not joined" in note for note in got.result.report.notes)
+    notes = Trace.open(got.result.out).header.notes
+    assert {note.kind for note in notes if "not joined" in note.sentence} == {"layers_apart"}
+    assert {note.kind for note in notes} == {"layers_apart", "tokens_apart", "remark"}
 
 
 @pytest.mark.parametrize("layer", [0, 8, 12, 18, 23])
@@ -101,7 +103,7 @@ def test_speculative_log_with_missing_cells(imported: Import, raw: Path) -> None
     (name,) = got.rows
     assert [got.layer(name, layer)[3] for layer in (0, 1, 31)] == [[3, 2], [4, 2], [6, 3]]
     assert Trace.open(got.result.out).header.weights == "normalized"
-    assert any("calls were missed" in note for note in got.result.report.notes)
+    assert any("calls were missed" in note.sentence for note in got.result.report.notes)
 
 
 def test_switch_counts_become_a_load_table(imported: Import, raw: Path) -> None:
@@ -131,7 +133,7 @@ def test_router_logits(imported: Import, raw: Path) -> None:
     scores = got.rows["0"].scores
     assert scores is not None
     assert scores.shape == (86, 16 * 64)
-    assert any("132 choices" in note for note in got.result.report.notes)
+    assert any("132 choices" in note.sentence for note in got.result.report.notes)
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def test_chunks_cached_prefixes_and_other_passes(imported: Import, tmp_path: Pat
     assert got.dropped == {"other_pass": 2}
     assert [(row.num_tokens, row.prompt_tokens) for row in got.rows.values()] == [(3, 3), (2, 2)]
     assert list(got.rows.values())[1].source.endswith("from position 40")
-    assert any("1 sequences start behind a cached prefix" in note for note in got.result.report.notes)
+    assert any("1 sequences start behind a cached prefix" in note.sentence for note in got.result.report.notes)
 
 
 def test_tokens_without_ids_are_dropped(imported: Import, tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_without_a_map_ids_must_be_logical(imported: Import, tmp_path: Path) -> 
     with pytest.raises(TraceError, match=r"pass 5: expert 5 is out of range 0..3: are these physical ids"):
         imported(source, experts=4)
     got = imported(source)
-    assert any("taken for logical ones" in note for note in got.result.report.notes)
+    assert any("taken for logical ones" in note.sentence for note in got.result.report.notes)
 
 
 WRONG = {

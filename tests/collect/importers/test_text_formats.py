@@ -151,13 +151,15 @@ def test_tokens_that_lack_a_layer_are_dropped_and_divide_a_problem(imported: Imp
         "s:0~2": [[2, 4, 2, 5], [3, 4, 3, 5]],
     }
     assert got.rows["s:0"].category == "d"
-    assert not any("calls were missed" in note for note in got.result.report.notes)
+    assert not any("calls were missed" in note.sentence for note in got.result.report.notes)
 
 
 def test_counters_that_end_apart_are_said(imported: Import, write: Write) -> None:
     got = imported(write("s.jsonl", PROBLEM[:-1]))
     assert got.dropped == {"incomplete_token": 1}
-    assert any("hold 3 to 4 (layer 1 has the fewest): calls were missed" in note for note in got.result.report.notes)
+    assert any(
+        "hold 3 to 4 (layer 1 has the fewest): calls were missed" in note.sentence for note in got.result.report.notes
+    )
 
 
 def test_problems_repeated_lines_and_cut_lines(imported: Import, write: Write) -> None:
@@ -193,7 +195,7 @@ def test_formats_are_not_mixed(imported: Import, write: Write) -> None:
     ):
         imported(folder)
     got = imported(folder, format="moe-beyond-csv")
-    assert any("s.jsonl" in note for note in got.result.report.notes)
+    assert any("s.jsonl" in note.sentence for note in got.result.report.notes)
     with pytest.raises(TraceError, match="holds no file of npz"):
         imported(folder, format="npz")
     with pytest.raises(SettingError, match="format must be one of"):

@@ -87,7 +87,21 @@ def test_files_of_one_layer_are_runs_of_one_trace(imported: Import, write: Write
     (write("runs/README.md", "words") and None)
     got = imported(write("runs/c.jsonl", [META, *TEXT]).parent)
     assert (got.result.format, list(got.rows)) == ("vllm-jsonl", ["a:0", "b:0", "c:0"])
-    assert any("README.md" in note for note in got.result.report.notes)
+    assert any("README.md" in note.sentence for note in got.result.report.notes)
+
+
+def kinds(path: Path) -> list[str]:
+    return [note.kind for note in Trace.open(path).header.notes if note.kind != "remark"]
+
+
+def test_the_trace_says_that_rows_and_runs_are_apart(imported: Import, write: Write) -> None:
+    write("runs/a.jsonl", [META, *TEXT])
+    runs = write("runs/b.jsonl", [{**META, "layers_logged": [6]}, *forward([0, 1], layer=6)]).parent
+    got = imported(runs)
+    assert got.result.format == "vllm-jsonl-by-layer"
+    assert kinds(got.result.out) == ["tokens_apart", "layers_apart"]
+    assert Trace.open(got.result.out).header.notes == tuple(got.result.report.notes)
+    assert kinds(imported(runs / "a.jsonl").result.out) == ["tokens_apart"]
 
 
 REFUSED = {
@@ -122,7 +136,7 @@ def test_contradictions_are_refused_with_their_line(name: str, imported: Import,
 def test_physical_ids_are_refused_where_the_number_of_experts_is_known(imported: Import, write: Write) -> None:
     with pytest.raises(TraceError, match=r"line 4: expert 5 is out of range 0..4: are these physical ids"):
         imported(write("a.jsonl", [META, *TEXT]), experts=5)
-    assert imported(write("b.jsonl", [META, *TEXT]), experts=64).result.described.startswith("1 causal layers x 64")
+    assert imported(write("b.jsonl", [META, *TEXT]), experts=64).result.described.startswith("1 causal layer x 64")
 
 
 def test_byte_order_mark_and_crlf_are_read(imported: Import, write: Write) -> None:

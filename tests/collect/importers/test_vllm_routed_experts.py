@@ -51,7 +51,7 @@ def test_every_form_of_an_array_is_read(form: str, imported: Import, write: Writ
 def test_dense_blocks_are_left_out_and_said(imported: Import, write: Write) -> None:
     got = imported(write("a.jsonl", [{"routed_experts": IDS}]))
     assert [layer.block for layer in Trace.open(got.result.out).topology.layers] == [0, 2]
-    assert any("[1] hold expert 0 throughout" in note for note in got.result.report.notes)
+    assert any("[1] hold expert 0 throughout" in note.sentence for note in got.result.report.notes)
 
 
 def test_prompt_apart_and_several_completions(imported: Import, write: Write) -> None:
