@@ -48,7 +48,10 @@ def parser() -> Any:
     add_hardware(made)
     made.add_argument("--seed", type=int, default=0, help="of the draw, of random eviction and of the intervals")
     made.add_argument(
-        "--out", type=str, default=None, help=f"HTML report to write: a file, or a folder that gets {PAGE}"
+        "--out",
+        type=str,
+        default=None,
+        help=f"HTML report to write: a new file, or a folder that gets {PAGE} and has none yet",
     )
     add_json(made)
     return made
@@ -111,7 +114,7 @@ def page_path(out: str) -> Path:
     """Give the page's path: `out` itself where it ends in .html, else a file in the folder `out`, which may be new.
 
     Raises:
-        SettingError: if its folder cannot hold it.
+        SettingError: if its folder cannot hold it, or something stands there already.
     """
     path = Path(out)
     if path.suffix.lower() in (".html", ".htm"):
@@ -119,8 +122,16 @@ def page_path(out: str) -> Path:
             raise SettingError(f"{path} is a folder; give --out another file or a folder without .html in its name.")
         if not path.parent.is_dir():
             raise SettingError(f"{path.parent} is no folder; give --out a path in an existing folder.")
-        return path
+        return _new(path)
     if path.exists() and not path.is_dir():
         raise SettingError(f"{path} is a file; give --out a folder, or a name that ends in .html.")
+    _new(path / PAGE)
     path.mkdir(parents=True, exist_ok=True)
     return path / PAGE
+
+
+def _new(path: Path) -> Path:
+    """Give a path back where nothing stands."""
+    if path.exists() or path.is_symlink():
+        raise SettingError(f"{path} exists already; give --out another name or remove it.")
+    return path

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, get_args
 
 import numpy as np
@@ -24,15 +25,17 @@ from .coverage import hot_set_coverage
 from .curves import BASE, EARLY, OTHERS, Replay, capacities_of, miss_curves
 from .findings import findings_of, gains_json, machine_json
 from .intervals import ratio
+from .limits import Limits
 from .load import balances, dropped_of
 from .load import load_of as expert_load
 from .overlap import overlaps
 from .sample import Sample, by_stack, draw, fewer
 from .signals import free_signals
-from .verdict import judge
+from .verdict import judge, undecided
 
 log = logging.getLogger(__name__)
 
+NOTHING_USED = "No token of the trace uses an expert: all choices were dropped; record the trace again."
 MOST_ACCESSES = 4_000_000  # counted by default: a few seconds, and intervals of about .01
 MOST_REPLAYED = 500_000  # replayed by every policy at every capacity: 15 s on one core, 80 s without numba
 MOST_STREAMED = 200_000  # replayed for the misses that free signals cover: 2 s
@@ -78,14 +81,25 @@ def assess(
     """
     topology, sizes = trace.topology, sizes or ModelSizes.of(trace.topology)
     capacity = num_slots(config.capacity, topology)
+    limits = Limits.of(trace.header.notes, config.reading)
     sample = draw(trace, sequences=config.sequences, most_accesses=smoke(MOST_ACCESSES, 200_000), seed=config.seed)
-    replayed = sample if config.sequences is not None else fewer(sample, smoke(MOST_REPLAYED, 30_000))
-    log.info("counting %s; replaying %s", sample.describe(), replayed.describe())
-    replay = _replay(sample, replayed, capacity, config, hardware, sizes)
-    signals = _signals(sample, trace.header.vocab_size, replay)
     absent = dropped_of(sample.rows) or 0.0
-    found = findings_of(replay, topology, signals, None if hardware is None else hardware.name, absent)
-    verdict = judge(found)
+    if absent == 1.0:
+        raise TraceError(NOTHING_USED)
+    replayed, replay = None, None
+    if limits.replay is None:
+        replayed = sample if config.sequences is not None else fewer(sample, smoke(MOST_REPLAYED, 30_000))
+        log.info("counting %s; replaying %s", sample.describe(), replayed.describe())
+        replay = _replay(sample, replayed, capacity, config, hardware, sizes)
+    else:
+        log.info("counting %s; replaying nothing: %s", sample.describe(), limits.replay)
+    signals = _signals(sample, trace.header.vocab_size, replay, capacity, limits)
+    if replay is None:
+        verdict, gains = undecided(limits.replay or "", in_steps=limits.layers is None), None
+    else:
+        found = findings_of(replay, topology, signals, None if hardware is None else hardware.name, absent)
+        verdict = judge(found)
+        gains = gains_json(found, verdict, replay)
     values = {
         "trace": str(trace.path),
         "model": trace.header.model,
@@ -94,17 +108,19 @@ def assess(
         "as": config.reading,
         "capacity": capacity,
         "capacity_share": capacity / topology.num_experts,
+        "notes": [note.to_json() for note in trace.header.notes],
+        "limits": limits.to_json(),
         "counted": sample.to_json(),
-        "replayed": replayed.to_json(),
+        "replayed": None if replayed is None else replayed.to_json(),
         "machine": machine_json(replay, hardware, sizes),
         "verdict": verdict.to_json(),
-        "gains": gains_json(found, verdict, replay),
-        "curves": replay.to_json(topology),
+        "gains": gains,
+        "curves": None if replay is None else replay.to_json(topology),
         "signals": signals,
-        "overlap": overlaps(sample.rows, topology),
+        "overlap": overlaps(sample.rows, topology) if limits.tokens is None else [],
         "coverage": hot_set_coverage(sample.rows, topology),
         "load": _load(sample),
-        "contamination": _contamination(sample, replayed, replay),
+        "contamination": _contamination(sample, replayed, replay, limits),
     }
     return plain(values)
 
@@ -128,22 +144,26 @@ def _load(sample: Sample) -> dict[str, Any]:
     return {"counts": counts, "dropped": dropped_of(sample.rows), **balances(load_LE, sample.topology)}
 
 
-def _contamination(sample: Sample, replayed: Sample, replay: Replay) -> dict[str, Any]:
+def _contamination(sample: Sample, replayed: Sample | None, replay: Replay | None, limits: Limits) -> dict[str, Any]:
     """Measure repetition in each stack, and LRU's miss rate and the overlap with and without it."""
     stacks, clean = {}, {}
     for stack, rows in by_stack(sample.rows).items():
-        stacks[stack], kept = contamination(rows)
+        # where tokens do not follow one another, their ids are no text that could be repeated
+        told = rows if limits.tokens is None else [replace(row, token_ids=None) for row in rows]
+        stacks[stack], kept = contamination(told)
         clean |= {(row.sequence, row.stack): row for row in kept}
+    if replayed is None or replay is None:
+        return {"stacks": stacks, "with": None, "without": None}
     kept = [clean[key] for row in replayed.rows if (key := (row.sequence, row.stack)) in clean]
-    topology = replayed.topology
+    topology, linked = replayed.topology, limits.tokens is None
     whole = {
         "lru_miss_rate": ratio(replay.misses(BASE), replay.events.accesses),
-        "overlap": _previous(replayed.rows, topology),
+        "overlap": _previous(replayed.rows, topology) if linked else None,
     }
     events = events_of(kept, topology, replay.reading)
     cut = {
         "lru_miss_rate": ratio(miss_counts(events, replay.capacity, BASE, topology), events.accesses),
-        "overlap": _previous(kept, topology),
+        "overlap": _previous(kept, topology) if linked else None,
     }
     return {"stacks": stacks, "with": whole, "without": cut if events.accesses else None}
 
@@ -163,7 +183,7 @@ def _replay(
     topology = sample.topology
     events = events_of(replayed.rows, topology, config.reading)
     if not events.accesses:
-        raise TraceError("No token of the trace uses an expert: all choices were dropped; record the trace again.")
+        raise TraceError(NOTHING_USED)
     names = {row.sequence for row in replayed.rows}
     others = [row for row in sample.rows if row.sequence not in names]
     load = load_of(events_of(others, topology, config.reading), topology) if others else early_load(events, topology)
@@ -179,23 +199,30 @@ def _replay(
     )
 
 
-def _signals(sample: Sample, vocab_size: int | None, replay: Replay) -> dict[str, Any]:
+def _signals(
+    sample: Sample, vocab_size: int | None, replay: Replay | None, capacity: int, limits: Limits
+) -> dict[str, Any]:
     """Measure the free signals of each stack, on the misses of the best free policy with the stack's share of slots."""
     topology, found = sample.topology, {}
+    left_out = [name for name, reason in (("previous_token", limits.tokens), ("layer_pair", limits.layers)) if reason]
     for stack, rows in by_stack(sample.rows).items():
         own = sum(topology.layers[layer].num_experts for layer in topology.layers_of(rows[0].stack))
-        held = max(1, replay.capacity * own // topology.num_experts)
-        setting = PolicySetting(topology=topology, capacity=held, load=replay.load)
+        held = max(1, capacity * own // topology.num_experts)
+        policy = None
+        if replay is not None and limits.tokens is None:  # the misses to cover are those of tokens one by one
+            setting = PolicySetting(topology=topology, capacity=held, load=replay.load)
+            policy = partial(make_policy, replay.free, setting)
         found[stack] = {
-            "misses_of": replay.free,
+            "misses_of": None if replay is None or policy is None else replay.free,
             **free_signals(
                 rows,
                 topology,
                 rows[0].stack,
                 vocab_size,
                 held,
-                lambda setting=setting: make_policy(replay.free, setting),
+                policy,
                 smoke(MOST_STREAMED, 30_000),
+                left_out,
             ),
         }
     return found

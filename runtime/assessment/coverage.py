@@ -16,7 +16,7 @@ import numpy as np
 from ...collect.topology import MoeTopology
 from ...collect.trace import SequenceRouting
 from ...predictors.rows import group_of
-from .load import load_of
+from .load import layers_with_experts, load_of
 
 SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.75)
 
@@ -46,10 +46,13 @@ def hot_set_coverage(
     """Give the coverage of the hottest experts.
 
     Returns:
-        per share "share", "experts", "held_out" (None where there is one group only), "in_sample"; both are shares of
-        the accesses, and uniform routing would give the share itself.
+        per share "share", "experts", "held_out" (None where there is one group only, or where the halves have experts
+        in different layers), "in_sample"; both are shares of the accesses, and uniform routing would give the share
+        itself.
     """
-    one, other = (flat_load(half, topology) for half in halves(rows))
+    dealt = halves(rows)
+    one, other = (flat_load(half, topology) for half in dealt)
+    comparable = layers_with_experts(dealt[0], topology) == layers_with_experts(dealt[1], topology)
     both = one + other
     found = []
     for share in shares:
@@ -59,7 +62,7 @@ def hot_set_coverage(
             {
                 "share": share,
                 "experts": num_hot,
-                "held_out": crossed / int(both.sum()) if one.any() and other.any() else None,
+                "held_out": crossed / int(both.sum()) if comparable and one.any() else None,
                 "in_sample": covered(both, both, num_hot) / int(both.sum()) if both.any() else None,
             }
         )

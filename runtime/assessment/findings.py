@@ -27,6 +27,8 @@ def findings_of(
     misses = Misses(*(replay.misses(name) / num_tokens for name in (BASE, replay.free, OPTIMUM)))
     largest = max(topology.stacks, key=lambda stack: len(topology.layers_of(stack)) if stack in signals else -1)
     measured = signals[largest]["signals"]
+    # Where a signal had to be left out, that the others foretell little proves nothing.
+    recalls = [] if signals[largest]["left_out"] else [item["recall"] for item in measured.values()]
     # A prefill needs the union of its tokens' experts: what is measured token by token says nothing of it.
     name, coverage = (None, NOTHING) if replay.reading == "prefill" else best_signal(measured)
     times = None
@@ -42,7 +44,7 @@ def findings_of(
         free_policy=replay.free,
         signal=name,
         coverage=coverage,
-        recall=max((item["recall"] for item in measured.values()), default=None),
+        recall=max(recalls, default=None),
         known=measured["popularity"]["recall"] if "popularity" in measured else None,
         times=times,
         machine=machine,
@@ -69,6 +71,7 @@ def gains_json(found: Findings, verdict: Verdict, replay: Replay) -> dict[str, A
         same three without a machine, "free_policy", "signal", "misses_per_token", "lru_over_belady" and its interval
         over sequences, "tokens_per_s": of each way, None without a machine, "limit_over_resident"}
     """
+    assert verdict.gains is not None  # something was replayed
     lru, belady = (per_sequence(replay.events, replay.at(name)) for name in (BASE, OPTIMUM))
     tokens_per_s = None
     if found.times is not None and replay.costs is not None:
@@ -90,12 +93,16 @@ def gains_json(found: Findings, verdict: Verdict, replay: Replay) -> dict[str, A
     }
 
 
-def machine_json(replay: Replay, hardware: HardwareProfile | None, sizes: ModelSizes) -> dict[str, Any] | None:
-    """Give the machine and the sizes that times are simulated with, or what is missing; None where none was named."""
+def machine_json(replay: Replay | None, hardware: HardwareProfile | None, sizes: ModelSizes) -> dict[str, Any] | None:
+    """Give the machine and the sizes that times are simulated with, or what is missing; None where none was named.
+
+    Args:
+        replay: None where nothing was replayed; there are no times then.
+    """
     if hardware is None:
         return None
     found: dict[str, Any] = {**hardware.to_json(), "expert_bytes": sizes.expert_bytes, "missing": sizes.missing}
-    if replay.costs is not None:
+    if replay is not None and replay.costs is not None:
         found["block_ms"] = replay.costs.block_s * 1e3
         found["resident_ms"] = replay.costs.compute_s / replay.events.num_tokens * 1e3
     return found

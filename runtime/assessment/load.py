@@ -23,6 +23,15 @@ def load_of(rows: Iterable[SequenceRouting], topology: MoeTopology) -> np.ndarra
     return load_LE
 
 
+def layers_with_experts(rows: Iterable[SequenceRouting], topology: MoeTopology) -> set[int]:
+    """Give the layers in which some row has an expert."""
+    found: set[int] = set()
+    for row in rows:
+        parts = zip(topology.layers_of(row.stack), row.layer_experts(topology), strict=True)
+        found |= {layer for layer, experts in parts if (experts >= 0).any()}
+    return found
+
+
 def dropped_of(rows: Iterable[SequenceRouting]) -> float | None:
     """Give the share of choices that were dropped or absent (-1)."""
     dropped = whole = 0

@@ -68,7 +68,8 @@ def overlaps(
         for layer, experts in zip(topology.layers_of(row.stack), row.layer_experts(topology), strict=True):
             num_experts = topology.layers[layer].num_experts
             uses_LE[layer, :num_experts] += np.bincount(experts[experts >= 0].ravel(), minlength=num_experts)
-            tokens_L[layer] += row.num_tokens
+            if (experts >= 0).any():  # a layer that was not logged here says nothing of how often experts are used
+                tokens_L[layer] += row.num_tokens
             for index, window in enumerate(windows):
                 part[index, layer, number], whole[index, layer, number] = used_before(experts, num_experts, window)
     found = []

@@ -7,10 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ...collect.notes import Note, forbidding_first
 from ..report import Section, heat_map, settings_section, write_sections
 from . import figures, tables
 from .names import name_of
 from .verdict import ratio_words
+
+UNSAID = {"tokens": "from one token to the next", "layers": "from one layer to the next", "replay": "of caches"}
+NOTES_SHOWN = 20
 
 
 def write_assessment(path: Path, values: dict[str, Any]) -> None:
@@ -21,8 +25,8 @@ def write_assessment(path: Path, values: dict[str, Any]) -> None:
         lead=values["verdict"]["sentence"],
         summary=_summary(values),
         sections=[
-            _gains(values),
-            _curves(values),
+            *_notes(values),
+            *([] if values["gains"] is None else [_gains(values), _curves(values)]),
             *(_signals(stack, found) for stack, found in values["signals"].items()),
             _overlap(values),
             _hot_set(values),
@@ -37,14 +41,32 @@ def write_assessment(path: Path, values: dict[str, Any]) -> None:
 def _summary(values: Mapping[str, Any]) -> list[str]:
     counted, replayed = values["counted"], values["replayed"]
     of = f"{counted['of_sequences']} sequences, {counted['tokens']} of {counted['of_tokens']} tokens"
+    what = (
+        f"Trace {values['trace']}: {values['topology']}, {values['experts']} experts in all. Counted: "
+        f"{counted['sequences']} of {of} ({counted['drawn']})."
+    )
+    if replayed is None:
+        return [f"{what} Nothing was replayed, so that there are no misses, no gains and no times."]
     accesses = f"{replayed['tokens']} tokens, {values['curves']['accesses']} accesses"
     return [
-        f"Trace {values['trace']}: {values['topology']}, {values['experts']} experts in all. Counted: "
-        f"{counted['sequences']} of {of} ({counted['drawn']}). Replayed as {values['as']}, on a cache that is empty at "
+        f"{what} Replayed as {values['as']}, on a cache that is empty at "
         f"first: {replayed['sequences']} sequences, {accesses} ({replayed['drawn']}).",
         "A miss is an expert that is needed and not in a slot; on demand, compute waits for it. The limit is what "
         "perfect foresight would take: compute alone, or reading the fewest possible misses, whichever is longer.",
     ]
+
+
+def _notes(values: Mapping[str, Any]) -> list[Section]:
+    """List what the import of the trace noted, and what that leaves unsaid."""
+    notes = forbidding_first(Note(**note) for note in values["notes"])
+    if not notes:
+        return []
+    limits = values["limits"]
+    lines = [f"Nothing is said {words}: {limits[key]}." for key, words in UNSAID.items() if limits[key] is not None]
+    lines += [f"{note.kind.replace('_', ' ')}: {note.sentence}" for note in notes[:NOTES_SHOWN]]
+    if len(notes) > NOTES_SHOWN:
+        lines.append(f"{len(notes) - NOTES_SHOWN} more notes are in the values that this page carries.")
+    return [Section(title="Notes of the import", lines=lines)]
 
 
 def _gains(values: Mapping[str, Any]) -> Section:
@@ -105,7 +127,7 @@ def _curves(values: Mapping[str, Any]) -> Section:
 def _signals(stack: str, found: Mapping[str, Any]) -> Section:
     title = f"Free signals ({stack})"
     if not found["signals"]:
-        return Section(title=title, lines=[f"None could be measured: {found['reason']}."])
+        return Section(title=title, lines=[f"None could be measured: {found['reason'] or 'all had to be left out'}."])
     drawn = []
     if all(signal["coverage"] for signal in found["signals"].values()):
         drawn.append(
@@ -114,16 +136,26 @@ def _signals(stack: str, found: Mapping[str, Any]) -> Section:
                 figures.coverage_figure(dict(found)),
             )
         )
+    covers = ""
+    if found["misses_of"] is not None:
+        covers = (
+            " Recall counts all experts of a token, coverage only those that the cache misses: what is resident needs "
+            "no prefetch."
+        )
     lines = [
         f"Fitted on {found['fitted_on']} sequences, measured on {found['measured_on']} others; chance would name "
-        f"{tables.share(found['chance'])}. Recall counts all experts of a token, coverage only those that the cache "
-        "misses: what is resident needs no prefetch.",
+        f"{tables.share(found['chance'])}.{covers}",
     ]
-    caption = "Recall when naming top-k, its interval over sequences, and covered misses by experts fetched per miss."
+    if found["left_out"]:
+        lines.append(f"Left out, as the notes forbid it: {', '.join(map(name_of, found['left_out']))}.")
+    caption = "Recall when naming top-k, its interval over sequences"
+    caption += ", and covered misses by experts fetched per miss." if covers else "."
     return Section(title=title, lines=lines, figures=drawn, tables=[(caption, tables.signal_rows(found))])
 
 
 def _overlap(values: Mapping[str, Any]) -> Section:
+    if not values["overlap"]:
+        return Section(title="Overlap from token to token", lines=[f"None is given: {values['limits']['tokens']}."])
     return Section(
         title="Overlap from token to token",
         figures=[
@@ -174,7 +206,9 @@ def _repetition(values: Mapping[str, Any]) -> Section:
     if any(found["by"] == "routing" for found in stacks):
         lines.append("Without token ids only duplicates are known, by their routing.")
     told = [("Repeated text, share of the tokens.", tables.repetition_rows(values))]
-    told.append(("The same sequences with and without it.", tables.without_rows(values)))
+    without = tables.without_rows(values)
+    if without:
+        told.append(("The same sequences with and without it.", without))
     return Section(title="Repetition", lines=lines, tables=told)
 
 

@@ -11,7 +11,7 @@ that a good demand recall may cover few misses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +25,7 @@ from ...predictors.rows import dense, group_of
 from ...predictors.scoring import own_k, scores_of
 from ..cache import ExpertCache
 from ..policies.base import EvictionPolicy
+from .load import layers_with_experts
 
 FETCHED_PER_MISS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
 SIGNALS = ("popularity", "previous_token", "token_table", "layer_pair")
@@ -123,8 +124,9 @@ def free_signals(
     stack: Stack,
     vocab_size: int | None,
     capacity: int,
-    policy: Callable[[], EvictionPolicy],
+    policy: Callable[[], EvictionPolicy] | None,
     most_accesses: int,
+    left_out: Collection[str] = (),
 ) -> dict[str, Any]:
     """Measure the free signals on one stack.
 
@@ -132,13 +134,15 @@ def free_signals(
         rows: all of the stack.
         vocab_size: of the model; None where unknown.
         capacity: of the cache whose misses are to be covered.
-        policy: makes that cache's policy.
+        policy: makes that cache's policy; None where the rows may not be replayed, and nothing is covered.
         most_accesses: that the miss stream is measured on.
+        left_out: signals that the notes of the trace forbid.
 
     Returns:
-        {"fitted_on", "measured_on" (rows), "chance", "fetched_per_miss" (asked for), "signals": {NAME: {"recall",
-        "interval", "coverage": see `coverage_curve`}}, "reason"}; signals is empty, with the reason, where the rows
-        have one group only or no sequence of two tokens to measure on.
+        {"fitted_on", "measured_on" (rows), "chance", "fetched_per_miss" (asked for), "left_out", "signals": {NAME:
+        {"recall", "interval", "coverage": see `coverage_curve`}}, "reason"}; signals is empty, with the reason, where
+        the rows have one group only, no sequence of two tokens to measure on, or experts in other layers than those
+        that were fitted on.
     """
     fitted, measured = split(rows)
     sizes = [topology.layers[index] for index in topology.layers_of(stack)]
@@ -147,20 +151,26 @@ def free_signals(
         "measured_on": len(measured),
         "chance": float(np.mean([layer.top_k / layer.num_experts for layer in sizes])),
         "fetched_per_miss": list(FETCHED_PER_MISS),
+        "left_out": list(left_out),
         "signals": {},
         "reason": None,
     }
     if not any((row.num_tokens > 1 and (row.experts[1:] >= 0).any()) for row in measured):
         found["reason"] = "signals need two groups of sequences, and one of at least two tokens to measure on"
         return found
+    if not layers_with_experts(measured, topology) <= layers_with_experts(fitted, topology):
+        found["reason"] = "the sequences to measure signals on have experts in layers where those to fit on have none"
+        return found
     with_ids = all(row.token_ids is not None for row in rows)
-    ordered = sorted(measured, key=lambda row: -row.num_tokens)  # as scores_of gives them
-    streamed = _first(measured, most_accesses)
-    cache = ExpertCache(capacity, policy())
-    warm = fitted[-1:]  # else the misses of a cold start, which no signal is asked about, would be among them
-    streams = dict(zip(map(id, [*warm, *streamed]), resident_before([*warm, *streamed], topology, cache), strict=True))
+    ordered = sorted(measured, key=lambda row: -row.num_tokens)
+    streams: dict[int, Any] = {}
+    if policy is not None:
+        warm = fitted[-1:]  # else the misses of a cold start, which no signal is asked about, would be among them
+        streamed = [*warm, *_first(measured, most_accesses)]
+        served = resident_before(streamed, topology, ExpertCache(capacity, policy()))
+        streams = dict(zip(map(id, streamed), served, strict=True))
     for name in SIGNALS:
-        if (name in BY_IDS and not with_ids) or (name == "layer_pair" and len(sizes) < 2):
+        if name in left_out or (name in BY_IDS and not with_ids) or (name == "layer_pair" and len(sizes) < 2):
             continue
         spec = PredictorSpec(
             family=name,
@@ -177,10 +187,11 @@ def _measure(predictor: Any, ordered: list[SequenceRouting], streams: dict[int, 
     k = own_k(predictor)
     meter = RecallMeter(predictor.spec.shape[1])
     found = []
-    for row, (scores, experts) in zip(ordered, scores_of(predictor, ordered), strict=True):
-        meter.add(scores, experts)
-        if id(row) in streams:
-            resident, missed = (mask[:, :, : scores.shape[2]] for mask in streams[id(row)])
+    for item in scores_of(predictor, ordered):
+        scores = item.by_horizon[predictor.spec.horizon]
+        meter.add(scores, item.truth(predictor.spec.horizon))
+        if id(item.row) in streams:
+            resident, missed = (mask[:, :, : scores.shape[2]] for mask in streams[id(item.row)])
             found.append(candidates(scores, resident, missed))
     return {"recall": meter.recall(k), "interval": list(meter.interval(k)), "coverage": coverage_curve(found)}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ...collect.notes import Note, note_lines
 from .names import name_of, rate_of
 
 Row = dict[str, str]
@@ -180,20 +181,31 @@ def without_rows(values: Mapping[str, Any]) -> list[Row]:
 def lines_of(values: Mapping[str, Any]) -> list[str]:
     """Give what a terminal shows: the verdict first, then the tables that it rests on."""
     counted, replayed = values["counted"], values["replayed"]
+    done = "nothing replayed"
+    if replayed is not None:
+        done = f"{replayed['sequences']} replayed ({replayed['tokens']} tokens) as {values['as']}"
     lines = [
         values["verdict"]["sentence"],
         "",
         f"{values['trace']}: {values['model'] or 'unnamed model'}, {values['topology']}; "
-        f"{counted['sequences']} of {counted['of_sequences']} sequences counted ({counted['tokens']} tokens), "
-        f"{replayed['sequences']} replayed ({replayed['tokens']} tokens) as {values['as']}",
+        f"{counted['sequences']} of {counted['of_sequences']} sequences counted ({counted['tokens']} tokens), {done}",
+        *note_lines(Note(**note) for note in values["notes"]),
     ]
-    tables = [("gains over LRU on demand, at most", gain_rows(values)), ("tokens/s", rate_rows(values))]
-    tables += [("miss rates by experts in slots", curve_rows(values)), ("overlap", overlap_rows(values))]
+    tables = []
+    if values["gains"] is not None:
+        tables += [("gains over LRU on demand, at most", gain_rows(values)), ("tokens/s", rate_rows(values))]
+        tables += [("miss rates by experts in slots", curve_rows(values))]
+    tables.append(("overlap", overlap_rows(values)))
     tables += [(f"free signals, {stack}", signal_rows(found)) for stack, found in values["signals"].items()]
     tables += [("repetition, share of tokens", repetition_rows(values)), ("", without_rows(values))]
     for title, rows in tables:
         if rows:
             lines += ["", *([title] if title else []), *aligned(rows)]
+    reasons = [] if values["overlap"] else [f"no overlap: {values['limits']['tokens']}"]
+    for stack, found in values["signals"].items():
+        reasons += [f"no free signals, {stack}: {found['reason']}"] if found["reason"] else []
+        reasons += [f"left out: {', '.join(map(name_of, found['left_out']))}"] if found["left_out"] else []
+    lines += ["", *reasons] if reasons else []
     mean = values["load"]["mean"]
     lines += [
         "",

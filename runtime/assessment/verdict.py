@@ -27,6 +27,7 @@ PREFETCH_SHARE = 0.22
 EVICTION_SHARE = 0.11
 # Recall that the best signal must have over knowing popularity alone; intervals over sequences are about this wide.
 PREDICTABLE = 0.05
+UNSAID = "What prefetching or a cache can gain, and whether training is worth it, cannot be said:"
 AS_GOOD = "a trained predictor as good as those measured so far"
 INCOMPLETE = 0.25  # share of absent choices from where on a trace says little; expert capacity drops a few percent
 NOTHING = Coverage((), ())
@@ -74,8 +75,8 @@ class Verdict:
     """Which case it is."""
     training: bool | None
     """Whether training a predictor is worth it; None where that depends on the machine and no sizes were given."""
-    gains: Gains
-    """At most, over LRU on demand = 1."""
+    gains: Gains | None
+    """At most, over LRU on demand = 1; None where nothing was replayed."""
     room: float | None
     """Time of the best free way over the limit; None without sizes."""
     attainable: float | None
@@ -126,7 +127,28 @@ def judge(found: Findings) -> Verdict:
         room=room,
         attainable=attained,
         worth_between=between,
-        sentence=f"{_at_most(found, gains)} {_worth(kind, training)} {because}",
+        sentence=_sentence(found, gains, kind, training, because),
+        because=because,
+    )
+
+
+def undecided(reason: str, *, in_steps: bool) -> Verdict:
+    """Give the verdict on a trace whose notes forbid to replay it.
+
+    Args:
+        reason: a clause.
+        in_steps: whether it may be replayed with each sequence as one step.
+    """
+    mend = "record all layers of every request's tokens, as foregate collect does"
+    because = f"{reason}; {mend}{', or assess it --as prefill, each sequence one step' if in_steps else ''}."
+    return Verdict(
+        kind="incomplete",
+        training=None,
+        gains=None,
+        room=None,
+        attainable=None,
+        worth_between=None,
+        sentence=f"{UNSAID} {because}",
         because=because,
     )
 
@@ -189,6 +211,12 @@ def _why_train(found: Findings, times: TokenTimes, room: float, attained: float)
     )
 
 
+def _sentence(found: Findings, gains: Gains, kind: Kind, training: bool | None, because: str) -> str:
+    if kind == "incomplete":
+        return f"{UNSAID} {because}"  # bounds of other misses than the model's would be taken for the model's
+    return f"{_at_most(found, gains)} {_worth(training)} {because}"
+
+
 def _at_most(found: Findings, gains: Gains) -> str:
     share = found.capacity / found.num_experts
     slots = f"With {found.capacity} of {found.num_experts} experts ({share:.0%}) in slots"
@@ -203,9 +231,7 @@ def _at_most(found: Findings, gains: Gains) -> str:
     return f"{slots} on {machine}, LRU on demand makes {lru}; {bounds} ({limit})."
 
 
-def _worth(kind: Kind, training: bool | None) -> str:
-    if kind == "incomplete":
-        return "Whether training is worth it cannot be said:"
+def _worth(training: bool | None) -> str:
     if training is None:
         return "Whether training is worth it depends on the machine:"
     return "Training is worth it here:" if training else "Training is not worth it here:"

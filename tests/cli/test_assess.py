@@ -64,6 +64,21 @@ def test_wrong_usage_is_one_sentence(trace: Path, capsys: Any, words: list[str],
     assert "Traceback" not in err
 
 
+def test_a_page_is_written_only_where_nothing_stands(trace: Path, capsys: Any, tmp_path: Path) -> None:
+    mine = tmp_path / "page.html"
+    mine.write_text("mine", encoding="utf-8")
+    (tmp_path / "folder").mkdir()
+    for out in (mine, tmp_path / "folder"):
+        code = main(["assess", str(trace), "--out", str(out), "--sequences", "2"])
+        assert code == (2 if out == mine else 0)
+    assert f"{mine} exists already; give --out another name or remove it." in capsys.readouterr().err
+    before = (tmp_path / "folder" / "assessment.html").read_bytes()
+    assert main(["assess", str(trace), "--out", str(tmp_path / "folder")]) == 2
+    assert "assessment.html exists already" in capsys.readouterr().err
+    assert (tmp_path / "folder" / "assessment.html").read_bytes() == before
+    assert mine.read_text(encoding="utf-8") == "mine"
+
+
 def test_no_trace_is_a_failure_and_writes_nothing(tmp_path: Path, capsys: Any) -> None:
     assert main(["assess", str(tmp_path / "none"), "--out", str(tmp_path / "page.html")]) == 1
     assert "no routing trace" in capsys.readouterr().err

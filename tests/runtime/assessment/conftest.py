@@ -10,8 +10,24 @@ import pytest
 from foregate.collect.shard import SequenceRouting
 from foregate.collect.topology import MoeTopology
 from foregate.collect.trace import Trace
+from foregate.runtime.hardware import HardwareProfile
 
 Make = Callable[..., SequenceRouting]
+
+
+@pytest.fixture(scope="session")
+def box() -> HardwareProfile:
+    """Give a machine whose times are round: a read of 1 MB takes 1 ms, and so do 10 MB of compute."""
+    return HardwareProfile(
+        name="box",
+        link="a wire",
+        link_gb_per_s=1.0,
+        link_latency_us=0.0,
+        memory_gb_per_s=10.0,
+        compute_tflop_per_s=100.0,
+        event_overhead_us=0.0,
+        cores=2,
+    )
 
 
 @pytest.fixture(scope="session")

@@ -23,16 +23,6 @@ from foregate.runtime.hardware import HardwareProfile
 from foregate.runtime.replay import replay_belady, replay_lru
 from foregate.runtime.time_model import ModelSizes
 
-BOX = HardwareProfile(
-    name="box",
-    link="a wire",
-    link_gb_per_s=1.0,
-    link_latency_us=0.0,
-    memory_gb_per_s=10.0,
-    compute_tflop_per_s=100.0,
-    event_overhead_us=0.0,
-    cores=2,
-)
 SIZES = ModelSizes(expert_bytes=1e6, dense_bytes=4e6)
 
 
@@ -96,14 +86,14 @@ def test_without_a_machine_every_time_is_null(trace: Rows) -> None:
     assert all(policy["tokens_per_s"] is None for policy in values["curves"]["policies"].values())
 
 
-def test_without_sizes_what_is_missing_is_named(trace: Rows) -> None:
-    values = dumped(assess(trace, AssessConfig(), BOX))
+def test_without_sizes_what_is_missing_is_named(trace: Rows, box: HardwareProfile) -> None:
+    values = dumped(assess(trace, AssessConfig(), box))
     assert values["machine"]["missing"]
     assert values["gains"]["tokens_per_s"] is None
 
 
-def test_on_a_machine_the_limit_is_compute_or_beladys_reads(trace: Rows) -> None:
-    values = dumped(assess(trace, AssessConfig(sequences=100), BOX, SIZES))
+def test_on_a_machine_the_limit_is_compute_or_beladys_reads(trace: Rows, box: HardwareProfile) -> None:
+    values = dumped(assess(trace, AssessConfig(sequences=100), box, SIZES))
     rates, reads = values["gains"]["tokens_per_s"], values["gains"]["misses_per_token"]
     # per token 4 MB dense and 6 experts of 1 MB at 10 GB/s: 1 ms; a read takes 1 ms
     assert values["machine"]["resident_ms"] == pytest.approx(1.0)
@@ -117,13 +107,13 @@ def test_on_a_machine_the_limit_is_compute_or_beladys_reads(trace: Rows) -> None
     assert values["gains"]["both"] == pytest.approx(rates["limit"] / rates["lru"])
 
 
-def test_all_experts_fit(trace: Rows) -> None:
-    values = dumped(assess(trace, AssessConfig(capacity=24), BOX, SIZES))
+def test_all_experts_fit(trace: Rows, box: HardwareProfile) -> None:
+    values = dumped(assess(trace, AssessConfig(capacity=24), box, SIZES))
     assert values["verdict"]["kind"] == "fits"
     assert values["verdict"]["training"] is False
 
 
-def test_uniform_routing_is_unpredictable() -> None:
+def test_uniform_routing_is_unpredictable(box: HardwareProfile) -> None:
     topology = MoeTopology.uniform(2, 16, 2)
     rng = np.random.default_rng(0)
     rows = [
@@ -136,7 +126,7 @@ def test_uniform_routing_is_unpredictable() -> None:
         )
         for index in range(30)
     ]
-    values = assess(Rows(topology, rows, 10), AssessConfig(), BOX, SIZES)
+    values = assess(Rows(topology, rows, 10), AssessConfig(), box, SIZES)
     assert values["verdict"]["kind"] == "unpredictable"
 
 
@@ -154,7 +144,7 @@ def test_a_single_token(npz: Any) -> None:
     assert values["overlap"][0]["overlap"] is None
 
 
-def test_top_1_with_dropped_tokens_and_two_stacks() -> None:
+def test_top_1_with_dropped_tokens_and_two_stacks(box: HardwareProfile) -> None:
     topology = MoeTopology(
         layers=(
             MoeLayer(stack="encoder", block=1, num_experts=4, top_k=1),
@@ -171,7 +161,7 @@ def test_top_1_with_dropped_tokens_and_two_stacks() -> None:
             ids = rng.integers(6, size=12).astype(np.int32)
             rows.append(SequenceRouting(sequence=str(index), stack=stack, experts=experts, token_ids=ids))  # pyright: ignore
     for reading in ("decode", "prefill", "recorded"):
-        values = dumped(assess(Rows(topology, rows, 6), AssessConfig(reading=reading), BOX, SIZES))  # pyright: ignore
+        values = dumped(assess(Rows(topology, rows, 6), AssessConfig(reading=reading), box, SIZES))  # pyright: ignore
         assert set(values["signals"]) == set(values["contamination"]["stacks"]) == {"encoder", "decoder"}
         assert 0.15 < values["load"]["dropped"] < 0.35
         assert [layer["stack"] for layer in values["load"]["layers"]] == ["encoder", "encoder", "decoder"]

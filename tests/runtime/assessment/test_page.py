@@ -20,25 +20,14 @@ from foregate.runtime.assessment.page import write_assessment
 from foregate.runtime.hardware import HardwareProfile
 from foregate.runtime.time_model import ModelSizes
 
-BOX = HardwareProfile(
-    name="box",
-    link="a wire",
-    link_gb_per_s=1.0,
-    link_latency_us=0.0,
-    memory_gb_per_s=10.0,
-    compute_tflop_per_s=100.0,
-    event_overhead_us=0.0,
-    cores=2,
-)
-
 
 @pytest.fixture(scope="module")
-def values(random_rows: Callable[..., Any], npz: Callable[..., Trace]) -> dict[str, Any]:
+def values(random_rows: Callable[..., Any], npz: Callable[..., Trace], box: HardwareProfile) -> dict[str, Any]:
     topology = MoeTopology.uniform(4, 16, 2)
     rows = random_rows(topology, 16, 30)
     experts = np.concatenate([row.experts for row in rows]).reshape(-1, 4, 2).astype(np.uint8)
     trace = npz(experts, [30] * 16, token_ids=np.concatenate([row.token_ids for row in rows]))
-    return assess(trace, AssessConfig(), BOX, ModelSizes(expert_bytes=1e6, dense_bytes=4e6))
+    return assess(trace, AssessConfig(), box, ModelSizes(expert_bytes=1e6, dense_bytes=4e6))
 
 
 @pytest.fixture(scope="module")
