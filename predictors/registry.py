@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from ..collect.errors import SettingError
+from .mlp import MlpSettings
 from .network import NetworkSettings
 from .sru_attention import SruAttentionSettings
 
-FAMILIES: dict[str, type[NetworkSettings]] = {kind.family: kind for kind in (SruAttentionSettings,)}
+FAMILIES: dict[str, type[NetworkSettings]] = {kind.family: kind for kind in (MlpSettings, SruAttentionSettings)}
 
 
 def settings_from_json(family: str, values: dict[str, Any]) -> NetworkSettings:

@@ -30,7 +30,10 @@ CAUSAL = MoeTopology(
     layers=tuple(MoeLayer(stack="causal", block=i, num_experts=e, top_k=2) for i, e in enumerate([8, 5, 8]))
 )
 SWITCH = MoeTopology(layers=tuple(MoeLayer(stack="encoder", block=i, num_experts=6, top_k=1) for i in (1, 3)))
-SMALL = {"sru_attention": {"embedding": 8, "hidden": 16, "attention": 4, "window": 4, "discount": 0.8}}
+SMALL = {
+    "mlp": {"embedding": 8, "hidden": 12, "window": 3},
+    "sru_attention": {"embedding": 8, "hidden": 16, "attention": 4, "window": 4, "discount": 0.8},
+}
 STACKS = ("causal", "encoder")
 
 
