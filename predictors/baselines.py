@@ -2,6 +2,8 @@
 
 All keep the estimator contract: the constructor stores, `fit(rows)` learns and returns self, learned names end in
 `_`, predicting before `fit` raises NotFittedError, refitting forgets. `rows` are rows of a trace in its order.
+Beside the steps of the contract each has `sequence`, which gives what the steps would say of a recorded sequence at
+once: a trace is measured in a second instead of a minute.
 """
 
 # B batch, T tokens, L MoE layers served, E experts of the largest layer, K experts per token
@@ -43,8 +45,17 @@ class Baseline:
         return self
 
     def _fit(self, rows: list[SequenceRouting]) -> None:
-        found = statistics(rows, self.spec.topology, self.spec.shape[1])
-        self.popularity_ = found.popularity_LE
+        self.popularity_ = popularity(rows, self.spec)
+
+    def sequence(self, token_ids: np.ndarray, used: np.ndarray) -> np.ndarray:
+        """Give float32 [T, L, E], what steps or `predict` give for the tokens of one sequence.
+
+        Args:
+            token_ids: int64 [T].
+            used: float32 [T, L, E]: 1 where the token used the expert.
+        """
+        self._check()
+        return np.broadcast_to(self.popularity_, used.shape).copy()
 
     def _check(self) -> None:
         if not getattr(self, "fitted_", False):
@@ -84,10 +95,16 @@ class PreviousToken(Baseline):
 
     def step(self, step: Step, state: object) -> tuple[Prediction, object]:
         """Give the mean of the previous routing and popularity; popularity alone where nothing was routed."""
+        return Prediction(self._mean(step.previous)), state
+
+    def sequence(self, token_ids: np.ndarray, used: np.ndarray) -> np.ndarray:
+        """Give what steps give for one sequence; see `Baseline.sequence`."""
+        return self._mean(np.concatenate([np.zeros_like(used[:1]), used[:-1]]))
+
+    def _mean(self, previous: np.ndarray) -> np.ndarray:
         self._check()
-        known = step.previous.max(-1, keepdims=True)  # 0 before the first token and where all was dropped
-        mean = 0.5 * step.previous + (1 - 0.5 * known) * self.popularity_
-        return Prediction(mean.astype(np.float32)), state
+        known = previous.max(-1, keepdims=True)  # 0 before the first token and where all was dropped
+        return (0.5 * previous + (1 - 0.5 * known) * self.popularity_).astype(np.float32)
 
 
 class TokenTable(Popularity):
@@ -119,6 +136,10 @@ class TokenTable(Popularity):
 
     def predict(self, token_ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
         """Give the table's row for each id."""
+        return self._lookup(token_ids)
+
+    def sequence(self, token_ids: np.ndarray, used: np.ndarray) -> np.ndarray:
+        """Give the table's row for each id; see `Baseline.sequence`."""
         return self._lookup(token_ids)
 
 
@@ -156,6 +177,16 @@ class LayerPair(Popularity):
             out[:, layer + 1] = np.where(num_used > 0, mean, self.popularity_[layer + 1])
         return out
 
+    def sequence_ahead(self, used: np.ndarray) -> np.ndarray:
+        """Give float32 [T, L, E]: of each row what `ahead` gives from the row before it; the first row is 0."""
+        self._check()
+        before = used.swapaxes(0, 1)[:-1]  # [L - 1, T, E]
+        num_used = before.sum(-1, keepdims=True)
+        mean = before @ self.following_ / np.maximum(num_used, 1)
+        out = np.zeros(used.shape, dtype=np.float32)
+        out[:, 1:] = np.where(num_used > 0, mean, self.popularity_[1:, None]).swapaxes(0, 1)
+        return out
+
 
 class Random(Popularity):
     """Name experts at random: the floor. Fixed by the seed and the number of the step."""
@@ -187,6 +218,10 @@ class Random(Popularity):
         draws = np.stack([self._draw(t) for t in range(token_ids.shape[1])])
         return np.repeat(draws[None], len(token_ids), axis=0)
 
+    def sequence(self, token_ids: np.ndarray, used: np.ndarray) -> np.ndarray:
+        """Give each position's draw; see `Baseline.sequence`."""
+        return self.predict(token_ids[None], np.ones((1, len(token_ids)), dtype=bool))[0]
+
 
 class Oracle(Baseline):
     """Name the true experts: the ceiling. Told the future by `fit`; sequence b of a batch is row b."""
@@ -217,6 +252,22 @@ class Oracle(Baseline):
         self._check()
         batch, num_tokens = token_ids.shape
         return np.stack([np.stack([self._truth(b, t) for t in range(num_tokens)]) for b in range(batch)])
+
+    def sequence(self, token_ids: np.ndarray, used: np.ndarray) -> np.ndarray:
+        """Give the truth, which is told here; see `Baseline.sequence`."""
+        return used.copy()
+
+
+def popularity(rows: Iterable[SequenceRouting], spec: PredictorSpec) -> np.ndarray:
+    """Give the share of tokens that use each expert, float32 [L, E]."""
+    num_layers, num_experts = spec.shape
+    total, num_tokens = np.zeros(num_layers * num_experts), 0
+    for row in rows:
+        experts = dense(row, spec.topology)
+        entries = experts.astype(np.int64) + np.arange(num_layers)[:, None] * num_experts
+        total += np.bincount(entries[experts >= 0], minlength=len(total))
+        num_tokens += row.num_tokens
+    return (total / num_tokens).astype(np.float32).reshape(num_layers, num_experts)
 
 
 BASELINES: dict[str, type[Baseline]] = {

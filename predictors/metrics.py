@@ -18,6 +18,7 @@ from ..collect.errors import DataError
 
 CONFIDENCE = 0.95
 RESAMPLES = 1000
+DRAWN_TOGETHER = 100  # draws of one matrix product: 8 MB of weights for 10,000 sequences
 
 
 def ranks(scores_TLE: np.ndarray, experts_TLK: np.ndarray) -> np.ndarray:
@@ -64,7 +65,8 @@ class RecallMeter:
 
     def per_layer(self, k: int | Sequence[int]) -> np.ndarray:
         """Give recall [L] when naming k experts (one number, or one per layer); nan for a layer without tokens."""
-        return _recall(self._total(), k)
+        hits, totals = _hits(self._total(), k)
+        return np.divide(hits, totals, out=np.full(len(totals), np.nan), where=totals > 0)
 
     def recall(self, k: int | Sequence[int]) -> float:
         """Give recall when naming k, all layers averaged."""
@@ -73,20 +75,39 @@ class RecallMeter:
     def interval(self, k: int | Sequence[int], seed: int = 0) -> tuple[float, float]:
         """Give the bootstrap interval of `recall` over sequences, at `CONFIDENCE`."""
         self._total()
-        counts_NLE = np.stack(self.counts)
-        rng = np.random.default_rng(seed)
-        draws = []
-        for _ in range(RESAMPLES):
-            weights_N = np.bincount(rng.integers(len(counts_NLE), size=len(counts_NLE)), minlength=len(counts_NLE))
-            total = np.tensordot(weights_N, counts_NLE, axes=1)
-            if total.any():
-                draws.append(np.nanmean(_recall(total, k)))
-        low, high = np.quantile(draws, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-        return float(low), float(high)
+        hits, totals = zip(*(_hits(count, k) for count in self.counts), strict=True)
+        return interval_of(resampled(np.stack(hits), np.stack(totals), seed))
 
 
-def _recall(counts_LE: np.ndarray, k: int | Sequence[int]) -> np.ndarray:
+def resampled(hits_NL: np.ndarray, totals_NL: np.ndarray, seed: int = 0) -> np.ndarray:
+    """Give the layer-averaged share of hits in each of `RESAMPLES` draws of sequences, float64 [R]; nan where empty.
+
+    The same seed draws the same sequences, so that the draws of two predictors can be compared one by one.
+    """
+    num_sequences, rng = len(hits_NL), np.random.default_rng(seed)
+    draws = []
+    for start in range(0, RESAMPLES, DRAWN_TOGETHER):
+        size = min(DRAWN_TOGETHER, RESAMPLES - start)
+        weights = rng.multinomial(num_sequences, np.full(num_sequences, 1 / num_sequences), size=size).astype(float)
+        draws.append(average(weights @ hits_NL, weights @ totals_NL))
+    return np.concatenate(draws)
+
+
+def interval_of(draws_R: np.ndarray) -> tuple[float, float]:
+    """Give the middle `CONFIDENCE` of draws, those that are nan left out."""
+    low, high = np.nanquantile(draws_R, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return float(low), float(high)
+
+
+def average(hits_L: np.ndarray, totals_L: np.ndarray) -> np.ndarray:
+    """Give the mean over layers [..., L] of hits / totals; layers without any do not count, nan where none has."""
+    shares = np.divide(hits_L, totals_L, out=np.zeros(np.shape(hits_L)), where=np.asarray(totals_L) > 0)
+    layers = (np.asarray(totals_L) > 0).sum(-1)
+    return np.divide(shares.sum(-1), layers, out=np.full(np.shape(layers), np.nan), where=layers > 0)
+
+
+def _hits(counts_LE: np.ndarray, k: int | Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Give hits [L] when naming k, and true experts [L]."""
     named = np.broadcast_to(np.asarray(k), counts_LE.shape[:1])
-    hits = np.array([row[:count].sum() for row, count in zip(counts_LE, named, strict=True)], dtype=np.float64)
-    totals = counts_LE.sum(1)
-    return np.divide(hits, totals, out=np.full(len(totals), np.nan), where=totals > 0)
+    inside = np.arange(counts_LE.shape[1]) < named[:, None]
+    return (counts_LE * inside).sum(1), counts_LE.sum(1)

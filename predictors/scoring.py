@@ -9,15 +9,20 @@ and leave as they end.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..collect.errors import BundleError
 from ..collect.trace import SequenceRouting
-from .base import BatchPredictor, Horizon, LayerPredictor, Predictor, Step, TokenPredictor
+from .base import BatchPredictor, Horizon, LayerPredictor, Predictor, PredictorSpec, Step, TokenPredictor
 from .calibration import CalibrationCurve
 from .metrics import RecallMeter
 from .rows import dense, ids_of, many_hot
+
+BATCH_BYTES = 64 * 2**20  # of one array of scores of sequences that advance together; a handful exist at a time
+SHRINK = 0.8  # a batch is cut to the sequences that go on once fewer than this share do
+JOINED_TOKENS, JOINED_BYTES = 256, 64 * 2**20  # of states that one call for a layer ahead takes together
 
 
 class Scores(NamedTuple):
@@ -49,21 +54,65 @@ def horizons_of(predictor: Predictor) -> tuple[Horizon, ...]:
 
 
 def scores_of(predictor: Predictor, rows: Sequence[SequenceRouting], *, batch: int = 32) -> Iterator[Scores]:
-    """Give what a predictor says of each sequence, in order of length, longest first."""
+    """Give what a predictor says of each sequence, in order of length, longest first.
+
+    Args:
+        batch: sequences that advance together; fewer where they are so long that their scores would not fit
+            `BATCH_BYTES`.
+
+    Raises:
+        BundleError: if a score is nan or infinite.
+    """
     ordered = sorted(rows, key=lambda row: -row.num_tokens)
-    for start in range(0, len(ordered), batch):
-        chunk = ordered[start : start + batch]
-        truth = [dense(row, predictor.spec.topology) for row in chunk]
-        ids, mask = _padded_ids(chunk)
-        if predictor.spec.horizon == "batch":
-            assert isinstance(predictor, BatchPredictor)
-            scores, reuse = {"batch": predictor.predict(ids, mask)}, None
-        else:
-            assert isinstance(predictor, TokenPredictor)
-            scores, reuse = _stepped(predictor, ids, truth)
-        for index, (row, experts) in enumerate(zip(chunk, truth, strict=True)):
-            own: dict[Horizon, np.ndarray] = {name: value[index, : row.num_tokens] for name, value in scores.items()}  # type: ignore[misc]
-            yield Scores(row, experts, own, None if reuse is None else reuse[index, : row.num_tokens])
+    cells = int(np.prod(predictor.spec.shape))
+    start = 0
+    while start < len(ordered):
+        fit = BATCH_BYTES // (4 * cells * max(1, ordered[start].num_tokens))
+        chunk = ordered[start : start + max(1, min(batch, fit))]
+        start += len(chunk)
+        for item in _scored(predictor, chunk):
+            _check_finite(predictor, item)
+            yield item
+
+
+def _scored(predictor: Predictor, rows: list[SequenceRouting]) -> Iterator[Scores]:
+    """Give what a predictor says of rows that advance together, the longest first."""
+    truth = [dense(row, predictor.spec.topology) for row in rows]
+    reuse: np.ndarray | None = None
+    if hasattr(predictor, "sequence"):  # free predictors know a shortcut through a recorded sequence
+        for row, experts in zip(rows, truth, strict=True):
+            yield Scores(row, experts, _at_once(predictor, row, experts), None)
+        return
+    ids, mask = _padded_ids(rows)
+    if predictor.spec.horizon == "batch":
+        assert isinstance(predictor, BatchPredictor)
+        scores: dict[Horizon, np.ndarray] = {"batch": predictor.predict(ids, mask)}
+    else:
+        assert isinstance(predictor, TokenPredictor)
+        scores, reuse = _stepped(predictor, ids, truth)
+    for index, (row, experts) in enumerate(zip(rows, truth, strict=True)):
+        own: dict[Horizon, np.ndarray] = {name: value[index, : row.num_tokens] for name, value in scores.items()}
+        yield Scores(row, experts, own, None if reuse is None else reuse[index, : row.num_tokens])
+
+
+def _at_once(predictor: Any, row: SequenceRouting, experts: np.ndarray) -> dict[Horizon, np.ndarray]:
+    used = many_hot(experts, predictor.spec.shape[1])
+    scores = predictor.sequence(ids_of(row), used)
+    if predictor.spec.horizon == "layer":
+        return {"layer": predictor.sequence_ahead(used), "token": scores}
+    return {predictor.spec.horizon: scores}
+
+
+def _check_finite(predictor: Predictor, item: Scores) -> None:
+    for scores in (*item.by_horizon.values(), *([] if item.reuse is None else [item.reuse])):
+        if not np.isfinite(scores).all():
+            wrong = ~np.isfinite(scores)
+            token = int(np.argwhere(wrong)[0, 0])
+            raise BundleError(
+                f"The predictor {predictor.spec.family} gives the score {scores[wrong][0]} (token {token} of sequence "
+                f"{item.row.sequence!r}), where finite numbers are legal; its training diverged or its weights are "
+                "damaged: export another checkpoint."
+            )
 
 
 def _padded_ids(rows: list[SequenceRouting]) -> tuple[np.ndarray, np.ndarray]:
@@ -76,26 +125,64 @@ def _padded_ids(rows: list[SequenceRouting]) -> tuple[np.ndarray, np.ndarray]:
 
 def _stepped(
     predictor: TokenPredictor, ids: np.ndarray, truth: list[np.ndarray]
-) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
-    """Give [B, T, L, E] by horizon, and of reuse."""
+) -> tuple[dict[Horizon, np.ndarray], np.ndarray | None]:
+    """Give [B, T, L, E] by horizon, and of reuse; 0 behind the end of a sequence."""
     num_layers, num_experts = predictor.spec.shape
     hot = np.zeros((*ids.shape, num_layers, num_experts), dtype=np.float32)
     for index, experts in enumerate(truth):
         hot[index, : len(experts)] = many_hot(experts, num_experts)
-    token, reuse = np.empty_like(hot), None
-    ahead = np.zeros_like(hot) if predictor.spec.horizon == "layer" else None
-    state, previous = predictor.start(len(ids)), np.zeros_like(hot[:, 0])
+    lengths = np.array([len(experts) for experts in truth])
+    token, reuse = np.zeros_like(hot), None
+    ahead = _Ahead(predictor, hot) if predictor.spec.horizon == "layer" else None
+    active, state = len(ids), predictor.start(len(ids))
     for t in range(ids.shape[1]):
-        given, state = predictor.step(Step(ids[:, t], previous), state)
-        token[:, t], previous = given.routing, hot[:, t]
+        left = int((lengths > t).sum())
+        if left < SHRINK * active and isinstance(state, dict):  # those that ended stand last
+            active, state = left, {name: value[:left] for name, value in state.items()}
+        previous = hot[:active, t - 1] if t else np.zeros_like(hot[:active, 0])
+        given, state = predictor.step(Step(ids[:active, t], previous), state)
+        token[:active, t] = given.routing
         if given.reuse is not None:
-            reuse = np.empty_like(hot) if reuse is None else reuse
-            reuse[:, t] = given.reuse
+            reuse = np.zeros_like(hot) if reuse is None else reuse
+            reuse[:active, t] = given.reuse
         if ahead is not None:
-            assert isinstance(predictor, LayerPredictor)
-            for layer in range(num_layers - 1):
-                ahead[:, t, layer + 1] = predictor.ahead(layer, hot[:, t], state)[:, layer + 1]
-    return {"token": token} if ahead is None else {"layer": ahead, "token": token}, reuse
+            ahead.add(t, active, state)
+    if ahead is None:
+        return {"token": token}, reuse
+    ahead.flush()
+    return {"layer": ahead.scores, "token": token}, reuse
+
+
+class _Ahead:
+    """Ask for each layer from the one before it, many tokens at a time where their states can be joined."""
+
+    def __init__(self, predictor: TokenPredictor, hot: np.ndarray) -> None:
+        assert isinstance(predictor, LayerPredictor)
+        self.predictor, self.hot, self.scores = predictor, hot, np.zeros_like(hot)
+        self.waiting: list[tuple[int, int, Any]] = []  # step, sequences, state
+
+    def add(self, t: int, active: int, state: Any) -> None:
+        """Note the state that a step left."""
+        self.waiting.append((t, active, state))
+        joined = isinstance(state, dict)
+        tokens = sum(size for _, size, _ in self.waiting)
+        held = sum(value.nbytes for value in state.values()) * len(self.waiting) if joined else 0
+        if not joined or tokens >= JOINED_TOKENS or held >= JOINED_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Ask for all layers of the tokens that wait."""
+        if not self.waiting:
+            return
+        used = np.concatenate([self.hot[:size, t] for t, size, _ in self.waiting])
+        states = [state for _, _, state in self.waiting]
+        state = states[0] if len(states) == 1 else {n: np.concatenate([s[n] for s in states]) for n in states[0]}
+        for layer in range(used.shape[1] - 1):
+            given, start = self.predictor.ahead(layer, used, state)[:, layer + 1], 0
+            for t, size, _ in self.waiting:
+                self.scores[:size, t, layer + 1] = given[start : start + size]
+                start += size
+        self.waiting.clear()
 
 
 def measure(
@@ -113,9 +200,7 @@ def measure(
         scores, experts = item.by_horizon[horizon], item.truth(horizon)
         meter.add(scores, experts)
         if calibration is not None:
-            sizes = [predictor.spec.topology.layers[index].num_experts for index in predictor.spec.layers]
-            present = (experts >= 0).any(axis=(0, 2))
-            exists = (np.arange(num_experts)[None] < np.array(sizes)[:, None]) & np.asarray(present)[:, None]
+            exists = exists_in(predictor.spec, experts)
             calibration.add(scores[:, exists], many_hot(experts, num_experts)[:, exists])
     return meter
 
@@ -123,3 +208,10 @@ def measure(
 def own_k(predictor: Predictor) -> list[int]:
     """Give each served layer's own top-k."""
     return [predictor.spec.topology.layers[index].top_k for index in predictor.spec.layers]
+
+
+def exists_in(spec: PredictorSpec, experts_TLK: np.ndarray) -> np.ndarray:
+    """Give bool [L, E]: experts that exist, of layers that have true experts at all."""
+    sizes = np.array([spec.topology.layers[index].num_experts for index in spec.layers])
+    present = (experts_TLK >= 0).any(axis=(0, 2))
+    return (np.arange(spec.shape[1])[None] < sizes[:, None]) & np.asarray(present)[:, None]
