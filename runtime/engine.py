@@ -150,7 +150,7 @@ class ExpertEngine:
         counters = self.counters
         if self.cache.unproven:
             counters.on_time += sum(expert in self.cache.unproven for expert in needed)
-        self.cache.policy.foresee(forecast.demand if forecast else None, acting=self.acting)
+        self.cache.policy.foresee(forecast, acting=self.acting)
         plan = self.placement.begin(needed, one_token)
         if self.shadow is not None:
             counters.shadow_misses += len(self.shadow.event(needed, one_token=one_token).misses)

@@ -10,18 +10,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
+from typing import TYPE_CHECKING
 
-import numpy as np
+if TYPE_CHECKING:
+    from ..forecast import Forecast
 
 
 class EvictionPolicy(ABC):
     """Rank resident experts; the least valuable leaves first."""
 
-    def foresee(self, demand: np.ndarray | None, *, acting: bool) -> None:  # noqa: B027 - optional
+    def foresee(self, forecast: Forecast | None, *, acting: bool) -> None:  # noqa: B027 - optional
         """Take the forecast for the event that follows; policies that rank by the past alone ignore it.
 
         Args:
-            demand: float32 [all experts], probability that the present step uses each; None where there is none.
+            forecast: what a predictor said of the present step, the same object at all of its events; None where
+                there is nothing in time.
             acting: False where forecasts are only observed.
         """
 

@@ -1,8 +1,16 @@
-"""Predicted demand: the victim is the expert least likely to be used soon.
+"""Predicted use: the victim is the expert that is least wanted from now on, by what a predictor said of this step.
 
-An expert's value is how often its layer used it lately (an exponential average over the layer's events) plus, for
-layers that this step has not reached yet, the forecast's probability that this step uses it. Layers that were already
-run get no forecast: their next use is a later step's, for which this forecast says nothing.
+A forecast has two halves: `demand`, the probability that the present step uses an expert, and `reuse`, how much the
+steps after it will. Of a layer that this step has run already only the reuse is left; of one that it has yet to reach,
+both. So the value of an expert of layer l' at an event of layer l is
+
+    reuse            where l' <= l
+    demand + reuse   where l' > l
+
+Without a reuse head, reuse is how often the layer's events used the expert lately, an exponential average. Where a step
+gets no forecast in time there is no demand, and the last reuse is the better guess: it holds for layers that this step
+has yet to reach as it was said, and each layer that runs without a forecast is averaged on from it, so that a reuse
+grows old by the events that its layer has had since, and ends as the average of recent uses.
 
 Where the caller says that forecasts are not to be acted on, the order is plain LRU.
 """
@@ -11,54 +19,77 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...collect.topology import MoeTopology
-from .base import EvictionPolicy
 from .lru import Lru
+from .scored import Scored
+
+if TYPE_CHECKING:
+    from ..forecast import Forecast
 
 DECAY = 0.95  # of the average per event of a layer: about the last 20 tokens; 0.9 and 0.98 are within .04 of the gap
 
 
-class Predicted(EvictionPolicy):
-    """Evict the expert with the least predicted demand; ties go to the smallest (layer, expert)."""
+class Predicted(Scored):
+    """Evict the expert with the least predicted use; ties go to the smallest (layer, expert)."""
 
     def __init__(self, topology: MoeTopology, decay: float = DECAY) -> None:
-        self._offsets, self._decay = topology.offsets, decay
-        self._layer_of = np.repeat(np.arange(topology.num_layers), np.diff(topology.offsets))
-        self._recent = np.zeros(topology.num_experts, np.float32)
-        self._demand: np.ndarray | None = None
-        self._reached = 0  # first flat index beyond the layer of the present event
+        super().__init__(topology)
+        self._absent = self._absent.astype(np.float32)  # as the values are: their sums need no conversion
+        self._offsets = topology.offsets
+        self._layer_of = np.repeat(np.arange(topology.num_layers), np.diff(topology.offsets)).tolist()
+        self._decay, self._gain = np.float32(decay), np.float32(1.0 - decay)
+        self._reuse = np.zeros(topology.num_experts, np.float32)  # told or averaged, of every expert
+        self._value = np.zeros(topology.num_experts, np.float32)
+        self._averaging = True  # the reuse is this policy's own, and no forecast's array
+        self._run = 0  # flat indices below belong to layers that have run since the forecast came
+        self._forecast: Forecast | None = None
         self._acting = True
         self._order = Lru()
 
-    def foresee(self, demand: np.ndarray | None, *, acting: bool) -> None:
-        """Take the forecast of the present step, or None where there is none in time."""
-        self._demand, self._acting = demand, acting
+    def foresee(self, forecast: Forecast | None, *, acting: bool) -> None:
+        """Take the forecast of the present step, or None where there is none in time.
+
+        The same object at several events is one forecast; its arrays are not changed.
+        """
+        self._acting = acting
+        if forecast is self._forecast:
+            return
+        self._forecast, self._run = forecast, 0
+        if forecast is not None and forecast.reuse is not None:
+            self._reuse, self._averaging = forecast.reuse, False
+        elif not self._averaging:
+            self._reuse, self._averaging = self._reuse.copy(), True
+        self._value = self._reuse.copy() if forecast is None else forecast.demand + self._reuse
 
     def use(self, needed: Sequence[int], event: int) -> None:
-        """Note the use of experts of one layer."""
+        """Note the use of experts of one layer, which has run now for this step."""
+        super().use(needed, event)
         self._order.use(needed, event)
         layer = self._layer_of[needed[0]]
-        low, self._reached = self._offsets[layer], self._offsets[layer + 1]
-        self._recent[low : self._reached] *= self._decay
-        self._recent[list(needed)] += 1.0 - self._decay
+        low, high = self._offsets[layer], self._offsets[layer + 1]
+        if self._averaging:
+            self._reuse[low:high] *= self._decay
+            for expert in needed:
+                self._reuse[expert] += self._gain
+        first = min(self._run, low)
+        self._value[first:high] = self._reuse[first:high]
+        self._run = max(self._run, high)
 
     def victims(self, count: int, protected: AbstractSet[int]) -> list[int]:
         """Name the experts of least value."""
         if not self._acting:
             return self._order.victims(count, protected)
-        candidates = np.array(sorted(self._order.tracked() - protected), np.int64)
-        value = self._recent[candidates]
-        if self._demand is not None:
-            value = value + np.where(candidates >= self._reached, self._demand[candidates], 0.0)
-        return candidates[np.argsort(value, kind="stable")[:count]].tolist()
+        return super().victims(count, protected)
+
+    def scores(self) -> np.ndarray:
+        """Give the present values."""
+        return self._value
 
     def remove(self, expert: int) -> None:
         """Forget that an expert is resident; how often it was used is remembered."""
+        super().remove(expert)
         self._order.remove(expert)
-
-    def tracked(self) -> AbstractSet[int]:
-        """Give the ranked experts."""
-        return self._order.tracked()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Literal, get_args
 
 import numpy as np
 
 from ...collect.errors import SettingError
 from ...collect.topology import MoeTopology
+from ...collect.wording import ending
 from .activation import Activation
 from .base import EvictionPolicy
 from .belady import Belady
@@ -76,9 +76,10 @@ def check_policies(names: Iterable[str]) -> None:
     for name in names:
         if name in SIMULATED:
             continue
-        near = get_close_matches(name, SIMULATED, n=1)
-        hint = f"did you mean {near[0]!r}? Legal" if near else "legal"
-        raise SettingError(f"There is no policy {name!r} to replay; {hint} are {', '.join(SIMULATED)}.")
+        legal, why = ", ".join(SIMULATED), ending(name, SIMULATED)
+        if name in POLICIES:
+            why = ", which evicts by a predictor's forecasts; foregate generate --predictor BUNDLE runs it."
+        raise SettingError(f"policies must be of {legal}, got {name!r}{why}")
 
 
 def make_policy(name: str, setting: PolicySetting) -> EvictionPolicy:

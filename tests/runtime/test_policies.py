@@ -9,6 +9,7 @@ import pytest
 from foregate.collect.errors import SettingError
 from foregate.collect.topology import MoeTopology
 from foregate.runtime import policies
+from foregate.runtime.forecast import Forecast
 from foregate.runtime.policies import (
     EvictionPolicy,
     Random,
@@ -46,8 +47,8 @@ class Driven:
         self.resident: set[int] = set()
         self.said: list[list[int]] = []
 
-    def event(self, number: int, needed: Sequence[int], demand: np.ndarray | None = None) -> None:
-        self.policy.foresee(demand, acting=True)
+    def event(self, number: int, needed: Sequence[int], forecast: Forecast | None = None) -> None:
+        self.policy.foresee(forecast, acting=True)
         self.policy.use(needed, number)
         self.resident |= set(needed)
         assert self.policy.tracked() == self.resident
@@ -105,9 +106,10 @@ def ranks_once_and_for_all(build: Build, trace: list[list[int]]) -> None:
 def is_deterministic(build: Build, trace: list[list[int]]) -> None:
     first, second = Driven(build, trace, 2), Driven(build, trace, 2)
     for number, needed in enumerate(trace, start=1):
-        demand = np.full(TOPOLOGY.num_experts, 0.25, np.float32)
-        first.event(number, needed, demand)
-        second.event(number, needed, demand)
+        quarter = np.full(TOPOLOGY.num_experts, 0.25, np.float32)
+        said = Forecast(number, quarter, quarter[::-1] if number % 2 else None)
+        first.event(number, needed, said)
+        second.event(number, needed, said)
     assert first.said == second.said
 
 
@@ -169,7 +171,7 @@ def test_an_unknown_policy_is_refused_with_the_nearest_name() -> None:
     setting = PolicySetting(topology=TOPOLOGY, capacity=2)
     with pytest.raises(SettingError, match="did you mean 'belady'"):
         make_policy("beladi", setting)
-    with pytest.raises(SettingError, match="no policy 'predicted' to replay"):
+    with pytest.raises(SettingError, match="got 'predicted', which evicts by a predictor's forecasts"):
         make_policy("predicted", setting)  # a trace holds no forecasts
     with pytest.raises(SettingError, match="'static' needs a load"):
         make_policy("static", setting)

@@ -16,7 +16,6 @@ from foregate.runtime.policies import (
     Lfru,
     Lfu,
     Lru,
-    Predicted,
     Random,
     S3Fifo,
     Static,
@@ -50,27 +49,6 @@ def test_belady_takes_the_farthest_next_event_then_the_smallest_expert() -> None
     assert policy.victims(5, frozenset()) == [2, 4, 0, 3, 1]  # 2 and 4 are never used again
     policy.use(future[1], 2)
     assert policy.victims(3, frozenset([2])) == [4, 0, 1]
-
-
-def test_predicted_follows_the_forecast_for_layers_ahead_only() -> None:
-    policy = Predicted(TOPOLOGY)
-    policy.use([0, 1, 2, 3], 1)
-    policy.use([4, 5, 6, 7], 2)
-    demand = np.array([0.9, 0, 0, 0, 0, 0.8, 0.1, 0.7], np.float32)
-    policy.foresee(demand, acting=True)
-    policy.use([0, 1], 3)  # layer 0: what is ahead is layer 1
-    assert policy.victims(8, frozenset()) == [2, 3, 4, 0, 1, 6, 7, 5]
-    policy.use([4], 4)  # layer 1: nothing is ahead any more
-    assert policy.victims(3, frozenset()) == [2, 3, 5]
-
-
-def test_predicted_is_lru_where_forecasts_are_not_acted_on() -> None:
-    predicted, lru = Predicted(TOPOLOGY), Lru()
-    for number, needed in enumerate(([1, 3], [4, 6], [0, 3], [5, 6], [1])):
-        predicted.foresee(np.ones(8, np.float32), acting=False)
-        for policy in (predicted, lru):
-            policy.use(needed, number)
-        assert predicted.victims(9, frozenset([4])) == lru.victims(9, frozenset([4]))
 
 
 def test_lfu_counts_uses_since_an_expert_entered() -> None:

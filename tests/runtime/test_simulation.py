@@ -102,7 +102,7 @@ def test_unknown_policies_and_capacities_of_nothing_are_refused() -> None:
     events = events_of_rows([[0, 1, 0, 1]])
     with pytest.raises(SettingError, match="did you mean 's3fifo'"):
         simulate(events, 2, ["s3-fifo"], TOPOLOGY)
-    with pytest.raises(SettingError, match="no policy 'predicted'"):
+    with pytest.raises(SettingError, match="got 'predicted', which evicts by a predictor's forecasts"):
         miss_counts(events, 2, "predicted", TOPOLOGY)
     with pytest.raises(SettingError, match="capacity must be at least 1 expert, got 0"):
         miss_counts(events, 0, "lru", TOPOLOGY)
