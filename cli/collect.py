@@ -13,6 +13,7 @@ from typing import Any
 
 from ..collect.config import CollectConfig
 from ..collect.smoke import smoke
+from ..collect.wording import counted
 from .options import settings_from, settings_parser
 
 log = logging.getLogger(__name__)
@@ -27,16 +28,17 @@ def parser() -> Any:
 
 def run(args: Any) -> int:
     """Record the trace and print its size."""
+    config = settings_from(args, CollectConfig)
+    folder = _folder(config.model)  # before torch is imported, which takes seconds
     from .. import runtime  # transformers knows packed stores once this is imported
     from ..collect.collection import collect
 
     assert runtime
-    config = settings_from(args, CollectConfig)
     most = config.max_sequences if config.max_sequences is not None else sys.maxsize
     cut = smoke(most, SMOKE_SEQUENCES)
     config = replace(
         config,
-        model=_folder(config.model),
+        model=folder,
         max_sequences=None if cut == sys.maxsize else cut,
         generate=smoke(config.generate, SMOKE_NEW_TOKENS),
     )
@@ -58,9 +60,8 @@ def run(args: Any) -> int:
     else:
         new = "" if result.new_sequences == result.sequences else f" ({result.new_sequences} of them new)"
         pace = "" if speed is None else f", {speed:,.0f} tokens/s"
-        print(
-            f"{result.trace}: {result.sequences} sequences{new}, {result.tokens} tokens, {result.seconds:.1f} s{pace}"
-        )
+        sequences, tokens = counted(result.sequences, "sequence"), counted(result.tokens, "token")
+        print(f"{result.trace}: {sequences}{new}, {tokens}, {result.seconds:.1f} s{pace}")
     return 0
 
 
@@ -68,7 +69,7 @@ def _folder(name: str) -> str:
     """Give the folder of a model that ships with foregate; other names stay as they are."""
     from ..runtime import models
 
-    return str(models.path(name)) if name in models.names() else name
+    return models.find(name)
 
 
 @contextmanager

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from ..collect.errors import BundleError
+from ..collect.mistaken import require_kind
+from ..collect.wording import counted
 from .options import add_json
 
 
@@ -23,6 +26,9 @@ def parser() -> Any:
 
 def run(args: Any) -> int:
     """Print recall, its interval, the baselines and the latency."""
+    wrong = require_kind(args.bundle, "card.json", "give a folder written by foregate train.")
+    if wrong is not None:
+        raise BundleError(wrong)
     from ..train.evaluate import evaluate
 
     report = evaluate(args.bundle, args.trace)
@@ -30,10 +36,9 @@ def run(args: Any) -> int:
         print(json.dumps(report))
         return 0
     low, high = report["interval"]
-    print(
-        f"{args.bundle}: {report['family']} on {report['sequences']} unseen sequences, {report['tokens']} tokens "
-        f"({report['left_out']} sequences were in its training)"
-    )
+    unseen, tokens = counted(report["sequences"], "unseen sequence"), counted(report["tokens"], "token")
+    left_out = counted(report["left_out"], "sequence was", "sequences were")
+    print(f"{args.bundle}: {report['family']} on {unseen}, {tokens} ({left_out} in its training)")
     print(f"  {'recall at top-k':<16} {report['recall_at_k']:.3f}  ({low:.3f} to {high:.3f}, 95 % over sequences)")
     for name, value in sorted(report["baselines"].items(), key=lambda item: -item[1]):
         print(f"  {name:<16} {value:.3f}")

@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..collect.errors import DataError, ModelError, SettingError
+from ..collect.errors import DataError, ModelError, SettingError, StoreError
+from ..collect.mistaken import require_kind
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ def run(args: Any) -> int:
     """Generate, and print the text or one JSON value."""
     from dataclasses import asdict
 
+    from ..runtime import models
     from ..runtime.config import RuntimeConfig
     from .options import settings_from
 
@@ -57,6 +59,11 @@ def run(args: Any) -> int:
     if not 0 <= args.seed < 2**64:
         raise SettingError(f"seed must lie in 0..2**64 - 1, got {args.seed}.")
     prompt = _prompt(args.prompt, args.prompt_file)
+    packable = (Path(args.store) / "config.json").is_file() or args.store in models.names()
+    how = f", as foregate pack {args.store} --out STORE" if packable else ""
+    wrong = require_kind(args.store, "foregate.json", f"give a folder that foregate pack wrote{how}.")
+    if wrong is not None:
+        raise StoreError(wrong)
 
     import torch
     from transformers import TextStreamer

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..collect.errors import SettingError
+from ..collect.wording import ending
 from ..configs import config_names, find_config
 
 if TYPE_CHECKING:
@@ -51,11 +51,9 @@ def hardware_of(name: str | None) -> HardwareProfile | None:
         return None
     names = config_names(KIND)
     if not Path(name).is_file() and name not in names:
-        near = get_close_matches(name, names, n=1)
-        hint = f"did you mean {near[0]!r}? Legal" if near else "legal"
         raise SettingError(
-            f"There is no hardware profile {name!r}; {hint} are {', '.join(names)}, or a file of "
-            "foregate bench hardware."
+            f"hardware must be one of {', '.join(names)}, or a file of foregate bench hardware, got "
+            f"{name!r}{ending(name, names)}"
         )
     return load_profile(find_config(KIND, name))
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
+from ..collect.errors import TraceError
 from ..collect.importers.config import ImportConfig
+from ..collect.wording import counted
+from .foreign_source import check_models, check_source
 from .options import settings_from, settings_parser
 
 
@@ -21,12 +25,18 @@ def run(args: Any) -> int:
     from ..collect.importing import import_source
     from ..collect.notes import note_lines
 
-    result = import_source(settings_from(args, ImportConfig))
+    config = settings_from(args, ImportConfig)
+    check_source(Path(config.source))
+    try:
+        result = import_source(config)
+    except TraceError as error:
+        check_models(config, error)
+        raise
     if args.json:
         print(json.dumps(result.to_json()))
         return 0
     report = result.report
-    size = f", {result.sequences} sequences, {result.tokens} tokens" if result.kind == "trace" else ""
+    size = f", {counted(result.sequences, 'sequence')}, {counted(result.tokens, 'token')}" * (result.kind == "trace")
     print(f"{result.out}: {result.kind} from {result.format}, {result.described}{size}")
     print(f"rows read {report.rows_read}, kept {report.rows_kept}")
     for reason, count in sorted(report.rows_dropped.items()):

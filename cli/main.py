@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import difflib
 import errno
 import importlib
 import importlib.metadata
 import io
 import logging
 import os
-import re
 import signal
 import sys
 import threading
@@ -27,8 +25,10 @@ from pathlib import Path
 from types import ModuleType
 
 from ..collect.errors import ForegateError, SettingError
+from ..collect.wording import ending
 
 FOLDER = Path(__file__).parent
+LISTS_COMMANDS = "; foregate --help lists the commands."
 BROKEN_PIPE, INTERRUPTED, TERMINATED = 141, 130, 143  # 128 + signal number, as a shell reports them
 
 # What a user reads instead of the operating system's own words; {file} is " PATH" or empty.
@@ -125,7 +125,7 @@ def run_command(name: str, argv: Sequence[str], *, debug: bool = False) -> int:
     except Exception as error:
         if debug:
             traceback.print_exc()
-        code = 2 if isinstance(error, SettingError | ArgumentError) else 1
+        code = 2 if isinstance(error, SettingError) else 1
         return _fail(name, sentence(error), code)
 
 
@@ -133,9 +133,6 @@ def sentence(error: Exception) -> str:
     """Say what went wrong in one line."""
     if isinstance(error, ForegateError):
         return _one_line(str(error))
-    if isinstance(error, ArgumentError):
-        text = re.sub(r"<class '([\w.]+)'>", r"\1", _one_line(str(error)))  # jsonargparse names types by their repr
-        return f"{text.rstrip('.')}; --help lists what is legal."
     if isinstance(error, OSError) and error.errno in OS_ERRORS:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         name = error.filename2 if full and error.filename2 is not None else error.filename  # of a copy, where it went
@@ -150,11 +147,21 @@ def sentence(error: Exception) -> str:
 
 
 def _parse_and_run(name: str, argv: Sequence[str]) -> int:
+    from .config_file import check_nothing  # only a command that runs needs these
+    from .wrong_usage import explain, named_as_typed
+
     module = command_module(name)
     parser = module.parser()
     parser.exit_on_error = False  # an ArgumentError instead of a usage dump
-    args = parser.parse_args(list(argv))
-    return module.run(args)
+    try:
+        args = parser.parse_args(list(argv))
+    except ArgumentError as error:
+        raise SettingError(explain(parser, error, argv)) from error
+    check_nothing(parser, args)
+    try:
+        return module.run(args)
+    except SettingError as error:
+        raise SettingError(named_as_typed(parser, str(error), argv)) from error
 
 
 def _take_debug(words: list[str]) -> tuple[bool, list[str]]:
@@ -165,9 +172,7 @@ def _take_debug(words: list[str]) -> tuple[bool, list[str]]:
 
 
 def _unknown(name: str) -> str:
-    close = difflib.get_close_matches(name, commands(), n=3)
-    hint = f"did you mean {' or '.join(close)}?" if close else "foregate --help lists the commands."
-    return f"foregate has no command {name!r}; {hint}"
+    return f"foregate has no command {name!r}{ending(name, commands(), otherwise=LISTS_COMMANDS, show=str)}"
 
 
 def _fail(name: str, text: str, code: int) -> int:

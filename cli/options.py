@@ -6,6 +6,7 @@ they are the keys of the YAML files.
 
 from __future__ import annotations
 
+from argparse import ArgumentError
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
@@ -13,6 +14,8 @@ import jsonargparse
 
 from ..collect.errors import SettingError
 from ..configs import find_config
+from .config_file import check_config
+from .wrong_usage import wrong_value
 
 Settings = TypeVar("Settings")
 
@@ -44,8 +47,13 @@ def add_config(parser: jsonargparse.ArgumentParser, kind: str) -> None:
             try:
                 path = find_config(kind, values)
             except ValueError as error:
-                raise SettingError(str(error)) from error
-            super().__call__(parser, cfg, str(path), option_string)
+                raise SettingError(f"--{error}") from error
+            check_config(parser, path, str(values))
+            try:
+                super().__call__(parser, cfg, str(path), option_string)
+            except (TypeError, ArgumentError) as error:
+                said = wrong_value(parser, str(error), file=str(values)) or f"{values}: {error}; mend the file."
+                raise SettingError(said) from error
 
     parser.add_argument("--config", action=FindConfig, help="a packaged config's name, or a YAML file")
 

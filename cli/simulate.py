@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..collect.errors import SettingError, TraceError
+from ..collect.wording import counted
 from .capacities import parse_capacities
 from .hardware_options import add_hardware, hardware_of, sizes_of
 from .options import add_json
@@ -183,7 +184,8 @@ def _fitted(split: _Split, fit: str | None, how: Literal["decode", "prefill", "r
     events = events_of(split.others(), topology, how)
     if len(events):
         count = len(set(events.sequences.tolist()))
-        return load_of(events, topology), f"{count} sequences of the trace that are not replayed"
+        said = f"{counted(count, 'sequence')} of the trace that {'is' if count == 1 else 'are'} not replayed"
+        return load_of(events, topology), said
     return None, f"the first {EARLY_SHARE:.0%} of the replayed events, which are replayed too"
 
 
@@ -219,8 +221,8 @@ def _print(reports: list[dict[str, Any]]) -> None:
     # a narrow terminal wraps lines; rich itself would cut names that the next command needs
     first, console = reports[0], Console(width=max(TABLE_WIDTH, Console().width))
     console.print(
-        f"{first['trace']}: {first['sequences']} sequences, {first['tokens']} tokens as {first['as']}, "
-        f"{first['accesses']} accesses",
+        f"{first['trace']}: {counted(first['sequences'], 'sequence')}, {counted(first['tokens'], 'token')} as "
+        f"{first['as']}, {counted(first['accesses'], 'access', 'accesses')}",
         highlight=False,
     )
     for report in reports:

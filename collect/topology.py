@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple, get_args
 
 from .errors import SettingError
+from .wording import counted
 
 Stack = Literal["causal", "encoder", "decoder"]
 STACKS: tuple[Stack, ...] = get_args(Stack)
@@ -133,7 +134,8 @@ class MoeTopology:
             experts = sorted({layer.num_experts for layer in chosen})
             top_k = sorted({layer.top_k for layer in chosen})
             parts.append(
-                f"{len(chosen)} {stack} layers x {'/'.join(map(str, experts))} experts, top-{'/'.join(map(str, top_k))}"
+                f"{counted(len(chosen), f'{stack} layer')} x {'/'.join(map(str, experts))} experts, "
+                f"top-{'/'.join(map(str, top_k))}"
             )
         return "; ".join(parts)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from .errors import SettingError, TraceError
+from .mistaken import why_no_trace
 from .notes import Note, notes_from_json
 from .sequence import PART_TOKENS, SequenceRouting, join_parts
 from .shard import FORMAT_VERSION, read_shard
@@ -135,10 +136,7 @@ class Trace:
             return NpzTrace.open(path)
         header_path = path / HEADER_NAME
         if not header_path.is_file():
-            raise TraceError(
-                f"{path} is no routing trace: it has no {HEADER_NAME}; give a folder written by foregate collect or "
-                "foregate import, or an .npz file."
-            )
+            raise TraceError(f"{path} is no routing trace: {why_no_trace(path)}")
         try:
             size = header_path.stat().st_size
             if size > MAX_HEADER_BYTES:

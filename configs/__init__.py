@@ -6,6 +6,7 @@ of an existing file stands for that file.
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
 
@@ -30,4 +31,6 @@ def find_config(kind: str, name: str | Path) -> Path:
     if str(name) in names:
         return FOLDER / kind / f"{name}.yaml"
     legal = f"one of {', '.join(names)}" if names else f"(no config of kind {kind} is packaged)"
-    raise ValueError(f"config must be the path of a YAML file or {legal}, got {str(name)!r}.")
+    near = get_close_matches(str(name), names, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ", which is neither."
+    raise ValueError(f"config must be the path of a YAML file or {legal}, got {str(name)!r}{hint}")

@@ -151,14 +151,12 @@ def find_folder(model: str | Path) -> Path:
     Raises:
         ModelError: if there is no such folder and the hub has no such name or cannot be reached.
     """
-    path = Path(model)
-    if path.is_dir():
-        return path
-    if str(model) in models.names():
-        return models.path(str(model))
+    found = models.find(str(model))
+    if Path(found).is_dir():
+        return Path(found)
     names = f"a model folder, one of {', '.join(models.names())}, or a name on the Hugging Face hub"
-    if path.exists() or path.is_absolute() or str(model).startswith(".") or str(model).count("/") != 1:
-        raise ModelError(f"{model} is no model; give {names}.")
+    if "/" not in found:
+        raise ModelError(f"There is no model folder {model}; give {names}.")
     from huggingface_hub import snapshot_download
 
     try:
@@ -166,7 +164,7 @@ def find_folder(model: str | Path) -> Path:
     except (OSError, ValueError) as error:  # bases of all errors of the hub's client
         reason = " ".join(str(error).split())
         raise ModelError(
-            f"{model} is no folder and could not be fetched from the hub ({reason}); give {names}."
+            f"{model} is no store or model folder and could not be fetched from the hub ({reason}); give {names}."
         ) from error
 
 

@@ -16,10 +16,12 @@ from typing import Any, Literal
 
 from ..collect.errors import SettingError
 from ..collect.families import moe_families
+from ..collect.wording import ending
 
 Verdict = Literal["validated", "unsupported"]
 COLUMNS = ("record", "offload", "verify")
 TABLE = "families.json"
+LISTS_FAMILIES = "; 'foregate families' lists them."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,8 +87,8 @@ def chosen_families(names: Sequence[str]) -> list[str]:
             family = family_of(name)
         if family not in known:
             raise SettingError(
-                f"only must name MoE families of transformers {installed_version()}, got {name!r}; "
-                "'foregate families' lists them."
+                f"only must name MoE families of transformers {installed_version()}, got {name!r}"
+                f"{ending(name, known, otherwise=LISTS_FAMILIES)}"
             )
         chosen.append(family)
     return chosen or list(known)

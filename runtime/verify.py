@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 
 from ..collect.anatomy import text_model
 from ..collect.errors import ModelError, SettingError
-from .checkpoint import open_tokenizer
+from ..collect.wording import counted
+from .checkpoint import find_folder, open_tokenizer
 from .loading import load
 from .manifest import MANIFEST
 from .pack import pack
@@ -71,18 +72,22 @@ class VerifyReport:
     def describe(self) -> str:
         """Say it in words, one finding per line."""
         held = f"{self.slots} of {self.experts} experts held, {self.misses} read on demand"
-        lines = [f"{'identical' if self.identical else 'NOT identical'}: {self.tokens} tokens, {held}"]
+        lines = [f"{'identical' if self.identical else 'NOT identical'}: {counted(self.tokens, 'token')}, {held}"]
         if self.first_difference is not None:
             lines.append(
                 f"logits differ from step {self.first_difference} on, by up to {self.max_abs_diff:.3g}; "
                 f"the resident model came from {self.reference}"
             )
         if self.damaged_experts:
-            lines.append(f"{self.damaged_experts} experts of the store do not match their checksums; pack it again")
+            match = (
+                "expert of the store does not match its checksum",
+                "experts of the store do not match their checksums",
+            )
+            lines.append(f"{counted(self.damaged_experts, *match)}; pack it again")
         if self.damaged_files:
             lines.append(f"altered: {', '.join(self.damaged_files)}; pack the store again")
         if self.damaged_slots:
-            lines.append(f"{self.damaged_slots} slots did not hold their expert's bytes")
+            lines.append(f"{counted(self.damaged_slots, 'slot')} did not hold their expert's bytes")
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
@@ -207,6 +212,7 @@ def _as_store(model: str | Path, trust_remote_code: bool) -> Iterator[tuple[Path
     if (Path(model) / MANIFEST).is_file():
         yield Path(model), False
         return
+    find_folder(model)  # before a store is announced that cannot be packed
     with tempfile.TemporaryDirectory(prefix="foregate-verify-") as folder:
         log.info("%s is no store; packing it to a temporary one under %s", model, tempfile.gettempdir())
         yield pack(model, Path(folder) / "store", trust_remote_code=trust_remote_code).path, True

@@ -122,7 +122,7 @@ def describe(result: dict[str, Any]) -> str:
 def _folder(name: str) -> str:
     from .. import models
 
-    return str(models.path(name)) if name in models.names() else name
+    return models.find(name)
 
 
 def _pieces(settings: RecordBench, vocab_size: int) -> list[list[Piece]]:

@@ -67,18 +67,22 @@ assert tuple(POLICIES) == get_args(PolicyName)
 SIMULATED = tuple(name for name in POLICIES if name != "predicted")  # without forecasts it would be another policy
 
 
-def check_policies(names: Iterable[str]) -> None:
+def check_policies(names: Iterable[str], *, foreseen: bool = False) -> None:
     """Refuse names that a replay of a trace does not know.
+
+    Args:
+        foreseen: whether there are forecasts.
 
     Raises:
         SettingError: for the first such name.
     """
+    known = tuple(POLICIES) if foreseen else SIMULATED
     for name in names:
-        if name in SIMULATED:
+        if name in known:
             continue
-        legal, why = ", ".join(SIMULATED), ending(name, SIMULATED)
+        legal, why = ", ".join(known), ending(name, known)
         if name in POLICIES:
-            why = ", which evicts by a predictor's forecasts; foregate generate --predictor BUNDLE runs it."
+            why = ", which evicts by a predictor's forecasts; foregate simulate --predictor BUNDLE makes them."
         raise SettingError(f"policies must be of {legal}, got {name!r}{why}")
 
 

@@ -51,7 +51,7 @@ def test_the_report_is_one_screen_of_words(log: Path, tmp_path: Path, capsys: py
     out, err = capsys.readouterr()
     assert err == ""
     lines = out.splitlines()
-    assert lines[0].endswith("trace from vllm-jsonl, 2 causal layers x 8 experts, top-2, 1 sequences, 40 tokens")
+    assert lines[0].endswith("trace from vllm-jsonl, 2 causal layers x 8 experts, top-2, 1 sequence, 40 tokens")
     assert lines[1:3] == ["rows read 144, kept 80", "dropped 64: warm_up"]
     assert all(line.startswith("note: ") for line in lines[3:])
     assert len(lines) <= 24

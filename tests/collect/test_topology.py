@@ -38,7 +38,7 @@ def test_description_and_comparison(topology) -> None:
     )
     assert pair.stacks == ("encoder", "decoder")
     assert pair.layers_of("decoder") == [1]
-    assert pair.describe() == "1 encoder layers x 4 experts, top-1; 1 decoder layers x 4 experts, top-1"
+    assert pair.describe() == "1 encoder layer x 4 experts, top-1; 1 decoder layer x 4 experts, top-1"
 
 
 def test_values_out_of_range_are_refused() -> None:

@@ -296,7 +296,7 @@ def test_sampling_follows_the_seed(folder, capsys):
         ([], 2, "one of --prompt"),
         (["--prompt", "a", "--prompt-file", "b"], 2, "one of --prompt"),
         (["--prompt-file", "absent.txt"], 1, "no text that can be read"),
-        (["--prompt", "a", "--max-new-tokens", "0"], 2, "max_new_tokens must be"),
+        (["--prompt", "a", "--max-new-tokens", "0"], 2, "--max-new-tokens must be"),
         (["--prompt", "a", "--temperature", "-1"], 2, "temperature must be"),
         (["--prompt", "a", "--slots", "1.5"], 2, "slots must be"),
         (["--prompt", "a", "--budget", "lots"], 2, "no number of bytes"),
