@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ def drain(queue: RowQueue) -> list[str]:
 
 @pytest.mark.parametrize("count", [0, 1, 3, 4, 5, 64, 65, 200])
 def test_the_end_hands_out_all_that_waits_in_order(count: int) -> None:
-    queue, found = RowQueue(64, 10**9), []
+    queue, found = RowQueue(64, 10**9), list[str]()
     getter = in_thread(lambda: found.extend(drain(queue)))
     for index in range(count):
         queue.put([row(str(index))])
@@ -61,11 +62,14 @@ def test_a_quarter_of_the_calls_wakes_the_getter_without_an_end() -> None:
 @pytest.mark.parametrize("sizes", [(30, 31, 1, 1), (10, 10, 80, 10), (400, 1, 400, 1), (1, 60, 60, 1, 60)])
 def test_putters_that_lack_room_wake_the_getter(sizes: tuple[int, ...]) -> None:
     """Whatever the sizes: rows below a quarter of the calls and half of the bytes wait, until somebody lacks room."""
-    queue, found = RowQueue(1000, 60 * num_bytes(row("", 1))), []
+    queue, found = RowQueue(1000, 60 * num_bytes(row("", 1))), list[str]()
     getter = in_thread(lambda: found.extend(drain(queue)))
-    putters = [
-        in_thread(lambda first=first: [queue.put([row(first, size)]) for size in sizes]) for first in ("a", "b", "c")
-    ]
+
+    def put_all(name: str) -> None:
+        for size in sizes:
+            queue.put([row(name, size)])
+
+    putters = [in_thread(partial(put_all, name)) for name in ("a", "b", "c")]
     for putter in putters:
         putter.join(PATIENCE)
         assert not putter.is_alive()
