@@ -10,6 +10,7 @@ token's own state as its layers' true experts become known.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..collect.errors import SettingError
+from ..collect.trace import SequenceRouting
 from .base import Horizon, PredictorSpec
 from .rows import RoutingStatistics
 
@@ -78,6 +80,13 @@ class Network(nn.Module):
     def warm_start(self, statistics: RoutingStatistics) -> None:
         """Set parameters from the statistics of the training sequences before the first gradient."""
         raise NotImplementedError
+
+    def learn(self, rows: Sequence[SequenceRouting], statistics: RoutingStatistics) -> None:
+        """Learn what needs no gradients from the training sequences; by default the warm start from their statistics.
+
+        A network without parameters has learned everything by it, and no gradient follows.
+        """
+        self.warm_start(statistics)
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Turn logits [..., L, E] into the probability that the token uses the expert."""

@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from ..collect.errors import SettingError
+from .eam import EamSettings
 from .mlp import MlpSettings
 from .network import NetworkSettings
 from .sru_attention import SruAttentionSettings
 
-FAMILIES: dict[str, type[NetworkSettings]] = {kind.family: kind for kind in (MlpSettings, SruAttentionSettings)}
+FAMILIES: dict[str, type[NetworkSettings]] = {
+    kind.family: kind for kind in (EamSettings, MlpSettings, SruAttentionSettings)
+}
 
 
 def settings_from_json(family: str, values: dict[str, Any]) -> NetworkSettings:

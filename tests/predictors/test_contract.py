@@ -31,6 +31,7 @@ CAUSAL = MoeTopology(
 )
 SWITCH = MoeTopology(layers=tuple(MoeLayer(stack="encoder", block=i, num_experts=6, top_k=1) for i in (1, 3)))
 SMALL = {
+    "eam": {"capacity": 20, "reach": 2},
     "mlp": {"embedding": 8, "hidden": 12, "window": 3},
     "sru_attention": {"embedding": 8, "hidden": 16, "attention": 4, "window": 4, "discount": 0.8},
 }
@@ -70,7 +71,7 @@ def make(tmp_path_factory, draw_rows) -> Callable[[str, str], Predictor]:
         torch.manual_seed(0)
         found = statistics(rows, spec.topology, spec.shape[1])
         network = FAMILIES[name](**SMALL[name]).build(spec, found.token_ids)
-        network.warm_start(found)
+        network.learn(rows, found)
         with torch.no_grad():
             for parameter in network.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))
