@@ -20,6 +20,7 @@ from ..collect.trace import SequenceRouting
 from .base import Prediction, PredictorSpec, Step
 from .rows import dense, join_parts, many_hot, statistics
 
+KEPT_DRAWS = 512  # steps whose random scores are kept, since every sequence has these
 TIE = 0.5  # tokens' worth of popularity added to a token's counts: decides ties, changes no order
 
 
@@ -197,9 +198,18 @@ class Random(Popularity):
         super().__init__(spec)
         self.seed = seed
 
+    def _fit(self, rows: list[SequenceRouting]) -> None:
+        super()._fit(rows)
+        self.drawn_: dict[int, np.ndarray] = {}
+
     def _draw(self, step: int) -> np.ndarray:
+        if step in self.drawn_:
+            return self.drawn_[step]
         draws = np.random.default_rng([self.seed, step]).random(self.spec.shape, dtype=np.float32)
-        return draws * (self.popularity_ > 0)
+        draws *= self.popularity_ > 0
+        if step < KEPT_DRAWS:
+            self.drawn_[step] = draws
+        return draws
 
     def start(self, batch: int) -> object:
         """Give the number of the first step."""

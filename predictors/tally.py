@@ -101,13 +101,15 @@ class Tally:
 
     def _budget(self, scores_TLE: np.ndarray, experts_TLK: np.ndarray) -> np.ndarray:
         """Fetch the best scores of a token over all layers; equal scores at the limit count with their mean."""
-        if not len(scores_TLE):
+        if not (experts_TLK >= 0).any():
             return np.zeros(1 + len(BUDGETS))
+        present = (experts_TLK >= 0).any((0, 2))  # a layer of which nothing is known competes for nothing
+        scores_TLE, experts_TLK = scores_TLE[:, present], experts_TLK[:, present]
         used = experts_TLK >= 0
         flat = scores_TLE.reshape(len(scores_TLE), -1)
         own = np.take_along_axis(scores_TLE, np.maximum(experts_TLK, 0).astype(np.int64), axis=2)
         own = np.where(used, own, -np.inf).reshape(len(flat), -1)
-        counts = [max(1, round(share * int(self.own_k[used.any((0, 2))].sum()))) for share in BUDGETS]
+        counts = [max(1, round(share * int(self.own_k[present].sum()))) for share in BUDGETS]
         places = flat.shape[1] - np.array(counts)
         ordered = np.partition(flat, places, axis=1)
         found = [float(used.sum())]
