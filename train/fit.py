@@ -178,7 +178,7 @@ def _build(module: PredictorModule, data: TraceData) -> None:
     if isinstance(module.network, TokenNetwork):
         data.after_tokens = horizon_of(module.network.discount)
     data.with_scores = module.distillation is not None
-    if data.with_scores and not data.has_scores:
+    if module.distillation is not None and not data.has_scores:
         log.warning(
             "%s has no router scores: %s trains by cross-entropy alone, without distillation; record the trace with "
             "--scores for both",

@@ -13,7 +13,7 @@ from foregate.train.data import Chunks, LengthSampler, TraceData
 def test_every_token_counts_once(trace, chunk, context):
     data = TraceData(trace)
     rows = data.fitting_rows
-    chunks = Chunks(rows, data.source, chunk, context, after_tokens=4)
+    chunks = Chunks(rows, chunk, context, after_tokens=4)
     counted = [np.zeros(row.num_tokens, int) for row in rows]
     for index in range(len(chunks)):
         batch = chunks.collate([chunks[index]])
@@ -32,7 +32,7 @@ def test_every_token_counts_once(trace, chunk, context):
 
 def test_padding_is_marked(trace):
     data = TraceData(trace)
-    chunks = Chunks(data.fitting_rows, data.source, 30, 4)
+    chunks = Chunks(data.fitting_rows, 30, 4)
     batch = chunks.collate([chunks[0], chunks[1], chunks[2]])
     assert (batch.ids[~batch.mask] == -1).all()
     assert (batch.experts[~batch.mask] == -1).all()
@@ -41,14 +41,14 @@ def test_padding_is_marked(trace):
 
 def test_batches_keep_their_budget_and_change_between_epochs(trace):
     data = TraceData(trace, chunk_tokens=16)
-    chunks = Chunks(data.fitting_rows, data.source, 16, 4).chunks
-    sampler = LengthSampler(chunks, 64, seed=3)
+    lengths = Chunks(data.fitting_rows, 16, 4).lengths
+    sampler = LengthSampler(lengths, 64, seed=3)
     orders = []
     for epoch in (0, 1, 0):
         sampler.set_epoch(epoch)
         batches = list(sampler)
-        assert sorted(index for batch in batches for index in batch) == list(range(len(chunks)))
-        assert all(max(chunks[i].stop - chunks[i].start for i in batch) * len(batch) <= 64 for batch in batches)
+        assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
+        assert all(max(lengths[batch]) * len(batch) <= 64 for batch in batches)
         assert len(sampler) == len(batches)
         orders.append(batches)
     assert orders[0] == orders[2] != orders[1]

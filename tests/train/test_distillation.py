@@ -120,8 +120,8 @@ def test_batches_show_the_scores_as_they_were_recorded(tmp_path):
     data = TraceData(write(tmp_path / "t", scores=True), chunk_tokens=5, context_tokens=2)
     data.with_scores = True
     rows = {row.sequence: row for row in Trace.open(tmp_path / "t").sequences("causal")}
-    chunks = Chunks(data.fitting_rows, data.source, 5, 2, scores=True)
-    for index, (row, start, stop, _) in enumerate(chunks.chunks):
+    chunks = Chunks(data.fitting_rows, 5, 2, scores=True)
+    for index, (row, start, stop, _) in enumerate(chunks.chunks.tolist()):
         batch = chunks.collate([chunks[index], chunks[0]])
         recorded = rows[data.fitting_rows[row].sequence].scores
         assert recorded is not None
