@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..collect.errors import SettingError, TraceError
 from ..collect.wording import counted
 from .capacities import parse_capacities
+from .foresight import Foresight, add_predictor, chosen_policies, open_foresight
 from .hardware_options import add_hardware, hardware_of, sizes_of
 from .options import add_json
 
@@ -27,8 +28,6 @@ TABLE_WIDTH = 110  # columns that the widest table takes
 def parser() -> Any:
     """Build the parser of `foregate simulate`."""
     import jsonargparse
-
-    from ..runtime.policies.registry import SIMULATED
 
     made = jsonargparse.ArgumentParser(
         prog="foregate simulate",
@@ -53,9 +52,10 @@ def parser() -> Any:
     made.add_argument(
         "--policies",
         type=str,
-        default=",".join(SIMULATED),
-        help="eviction policies, with commas; all by default",
+        default=None,
+        help="eviction policies, with commas; by default all, `predicted` among them where there is a --predictor",
     )
+    add_predictor(made)
     made.add_argument(
         "--fit",
         type=str,
@@ -75,13 +75,9 @@ def run(args: Any) -> int:
     from ..collect.trace import Trace
     from ..runtime.compiled import how_replayed
     from ..runtime.events import events_of
-    from ..runtime.policies.registry import SIMULATED, check_policies
     from ..runtime.simulation import simulate
 
-    policies = _names(args.policies)
-    check_policies(policies)
-    if not policies:
-        raise SettingError(f"policies must name at least one of {', '.join(SIMULATED)}, got nothing.")
+    policies = chosen_policies(None if args.policies is None else _names(args.policies), args.predictor)
     if args.sequences is not None and args.sequences < 1:
         raise SettingError(f"sequences must be at least 1, got {args.sequences}.")
     if args.seed < 0:
@@ -91,11 +87,19 @@ def run(args: Any) -> int:
     sizes = sizes_of(trace.header, args.expert_mib, args.dense_ms)
     capacities = parse_capacities(args.capacity or [DEFAULT_CAPACITY], trace.topology)
     how = args["as"]
-    split = _Split(trace, smoke(args.sequences or 1 << 62, 20))
-    events = events_of(split.replayed(), trace.topology, how)
+    foresight = None if args.predictor is None else open_foresight(args.predictor, trace, how)
+    split = _Split(trace, foresight.rows if foresight else trace, smoke(args.sequences or 1 << 62, 20))
+    foreseen, rows = {}, split.replayed()
+    if foresight is not None:
+        rows = list(rows)  # the predictor reads them once more
+        foresight.require_rows(rows, args.trace)
+    left_out = foresight.rows.left_out if foresight else 0
+    events = events_of(rows, trace.topology, how)
     if not len(events):
         raise TraceError(f"{args.trace} has no token with an expert; record or import the trace again.")
     load, fitted_on = _fitted(split, args.fit, how) if "static" in policies else (None, None)
+    if foresight is not None:
+        foreseen = foresight.misses(events, capacities, list(rows), trace, how)
     reports = []
     for capacity in capacities:
         results = simulate(
@@ -107,6 +111,7 @@ def run(args: Any) -> int:
             seed=args.seed,
             hardware=hardware,
             sizes=sizes,
+            foreseen=foreseen.get(capacity),
         )
         reports.append(
             {
@@ -121,6 +126,8 @@ def run(args: Any) -> int:
                 "accesses": events.accesses,
                 "policies": {name: _row(result, sizes, events.num_tokens) for name, result in results.items()},
                 "static_fitted_on": fitted_on,
+                "predictor": args.predictor,
+                "left_out": left_out,
                 "replay": how_replayed(),
                 "hardware": None if hardware is None else hardware.to_json(),
                 "times_missing": _why_no_times(hardware, sizes),
@@ -129,17 +136,17 @@ def run(args: Any) -> int:
     if args.json:
         print(json.dumps(reports[0] if len(reports) == 1 else reports))
     else:
-        _print(reports)
+        _print(reports, foresight)
     return 0
 
 
 class _Split:
     """The first sequences of a trace, and those after them."""
 
-    def __init__(self, trace: Trace, most: int) -> None:
+    def __init__(self, trace: Trace, rows: Iterable[SequenceRouting], most: int) -> None:
         self.trace, self.most = trace, most
         self.count = 0
-        self._rows = iter(trace)
+        self._rows = iter(rows)
         self._next: SequenceRouting | None = None
 
     def replayed(self) -> Iterator[SequenceRouting]:
@@ -213,7 +220,7 @@ def _why_no_times(hardware: HardwareProfile | None, sizes: ModelSizes) -> str | 
     return ", ".join(missing) or None
 
 
-def _print(reports: list[dict[str, Any]]) -> None:
+def _print(reports: list[dict[str, Any]], foresight: Foresight | None) -> None:
     """Print one table per capacity."""
     from rich.console import Console
     from rich.table import Table
@@ -245,6 +252,8 @@ def _print(reports: list[dict[str, Any]]) -> None:
         console.print(f"No times without {first['times_missing']}; --expert-mib and --dense-ms give sizes.")
     if first["static_fitted_on"]:
         console.print(f"static is fitted on {first['static_fitted_on']}.", highlight=False)
+    if foresight is not None:
+        console.print(foresight.note(first["left_out"]), highlight=False)
 
 
 def _names(text: str) -> list[str]:

@@ -77,18 +77,27 @@ class Events:
                 yield Event(tuple(experts[bounds[index] : bounds[index + 1]]), one_token)
 
 
-class _Forwards(NamedTuple):
+class Forwards(NamedTuple):
     """Tokens of one row that are read in the same way."""
 
     row: SequenceRouting
+    start: int
+    """The first of them."""
     experts: np.ndarray
     """[T, columns of the stack]."""
     together: bool
     """One forward for all tokens, instead of one for each."""
     sequence: int
+    """Number of the sequence."""
+
+    @property
+    def num_forwards(self) -> int:
+        """Number of forwards."""
+        return 1 if self.together else len(self.experts)
 
     @property
     def kind(self) -> tuple[Stack, bool]:
+        """What may be turned into events at once."""
         return self.row.stack, self.together
 
 
@@ -102,7 +111,7 @@ def events_of(rows: Iterable[SequenceRouting], topology: MoeTopology, how: Readi
     if how not in get_args(Reading):
         raise SettingError(f"A trace is replayed as one of {', '.join(get_args(Reading))}, got {how!r}.")
     parts: list[tuple[np.ndarray, ...]] = []
-    batch: list[_Forwards] = []
+    batch: list[Forwards] = []
     num_tokens = step = size = 0
 
     def flush() -> None:
@@ -114,7 +123,7 @@ def events_of(rows: Iterable[SequenceRouting], topology: MoeTopology, how: Readi
         batch.clear()
         size = 0
 
-    for item in _forwards(rows, how):
+    for item in forwards_of(rows, how):
         num_tokens += len(item.experts)
         cells = topology.num_experts * (BATCH_TOKENS / BATCH_CELLS) if item.together else 0
         if batch and (batch[0].kind != item.kind or size + max(len(item.experts), cells) > BATCH_TOKENS):
@@ -140,8 +149,8 @@ def events_of(rows: Iterable[SequenceRouting], topology: MoeTopology, how: Readi
     )
 
 
-def _forwards(rows: Iterable[SequenceRouting], how: Reading) -> Iterator[_Forwards]:
-    """Cut rows into what is read together and what is read token by token."""
+def forwards_of(rows: Iterable[SequenceRouting], how: Reading) -> Iterator[Forwards]:
+    """Cut rows into what is read together and what is read token by token; `Events.steps` number their forwards."""
     sequence, name, stack, position = -1, "", "", 0
     for row in rows:
         if sequence < 0 or row.sequence != name or (row.stack == stack and row.part == 0):
@@ -156,13 +165,13 @@ def _forwards(rows: Iterable[SequenceRouting], how: Reading) -> Iterator[_Forwar
             prompt = min(max(row.prompt_tokens - position, 0), row.num_tokens)
         for start in range(0, prompt, PART_TOKENS):
             chunk = row.experts[start : min(start + PART_TOKENS, prompt)]
-            yield _Forwards(row, chunk, True, sequence)
+            yield Forwards(row, start, chunk, True, sequence)
         for start in range(prompt, row.num_tokens, BATCH_TOKENS):
-            yield _Forwards(row, row.experts[start : start + BATCH_TOKENS], False, sequence)
+            yield Forwards(row, start, row.experts[start : start + BATCH_TOKENS], False, sequence)
         position += row.num_tokens
 
 
-def _events(batch: list[_Forwards], topology: MoeTopology) -> tuple:
+def _events(batch: list[Forwards], topology: MoeTopology) -> tuple:
     """Give experts [A], needs, layers, steps, tokens, sequences [N each] of forwards of one kind, and their number."""
     stack, together = batch[0].kind
     layers = np.array(topology.layers_of(stack), np.int32)
@@ -218,7 +227,7 @@ def _unions(apart: np.ndarray, lengths: np.ndarray, topology: MoeTopology) -> tu
     return np.nonzero(table)[1], needs
 
 
-def _check(batch: list[_Forwards], experts: np.ndarray, layers: np.ndarray, topology: MoeTopology) -> None:
+def _check(batch: list[Forwards], experts: np.ndarray, layers: np.ndarray, topology: MoeTopology) -> None:
     """Refuse ids that would be another layer's in a flat index."""
     sizes = [topology.layers[layer].num_experts for layer in layers for _ in range(topology.layers[layer].top_k)]
     if not experts.size or (experts.max(axis=0) < sizes).all():

@@ -34,11 +34,12 @@ class FlatMap:
         )
         self._source = np.concatenate([row * width + np.arange(size) for row, size in enumerate(sizes)])
 
-    def flat(self, probs_LE: np.ndarray) -> np.ndarray:
-        """Spread [L, E] over all experts of the model."""
-        demand = np.zeros(self.num_experts, np.float32)
-        demand[self._target] = probs_LE.reshape(-1)[self._source]
-        return demand
+    def flat(self, scores_LE: np.ndarray) -> np.ndarray:
+        """Spread [..., L, E] over all experts of the model: float32 [..., all experts]."""
+        before = scores_LE.shape[:-2]
+        flat = np.zeros((*before, self.num_experts), np.float32)
+        flat[..., self._target] = scores_LE.reshape(*before, -1)[..., self._source]
+        return flat
 
     def multi_hot(self, ids: list[np.ndarray], shape: tuple[int, int]) -> np.ndarray:
         """Mark the experts [T, L, E] that tokens used, from one int array [T, k] per served layer (-1 = dropped)."""

@@ -7,16 +7,21 @@ results["lfu"].recovered_share
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..collect.errors import SettingError
 from ..collect.topology import MoeTopology
+from ..collect.trace import SequenceRouting
+from ..predictors.base import Predictor
+from ..predictors.rows import join_parts
 from .cache import ExpertCache
 from .compiled import replays
-from .events import Events
+from .events import Events, Reading, events_of
+from .foreseen import foreseen_misses
+from .foresight import forecasts_of
 from .hardware import HardwareProfile
 from .policies.registry import PolicySetting, check_policies, make_policy
 from .replay import recovered_share
@@ -143,6 +148,7 @@ def simulate(
     seed: int = 0,
     hardware: HardwareProfile | None = None,
     sizes: ModelSizes | None = None,
+    foreseen: np.ndarray | None = None,
 ) -> dict[str, PolicyResult]:
     """Replay policies over the same events and give their results by name, in the order asked for.
 
@@ -150,21 +156,22 @@ def simulate(
 
     Args:
         capacity: experts that the cache holds.
-        policies: names of `SIMULATED`.
+        policies: names of `SIMULATED`, and `predicted` where its misses are given.
         load: uses of each expert [all experts] that a static policy is fitted on, from `load_of` other events; by
             default the first EARLY_SHARE of these, which is then also replayed.
         seed: of what is drawn.
+        foreseen: misses of each event under `predicted`, int32 [N], from `foreseen_misses` of the same events.
         hardware: machine that times are given for; they need sizes too.
         sizes: of the model; by default what the topology knows.
 
     Raises:
         SettingError: if there is no such policy, or the capacity is not positive.
     """
-    check_policies(policies)
-    counts = {
-        name: miss_counts(events, capacity, name, topology, load=load, seed=seed)
-        for name in dict.fromkeys(["lru", "belady", *policies])
-    }
+    check_policies(policies, foreseen=foreseen is not None)
+    counts = {} if foreseen is None else {"predicted": foreseen}
+    for name in dict.fromkeys(["lru", "belady", *policies]):
+        if name not in counts:
+            counts[name] = miss_counts(events, capacity, name, topology, load=load, seed=seed)
     lru, belady = int(counts["lru"].sum()), int(counts["belady"].sum())
     layer_accesses = _per_layer(events, events.needs, topology)
     sizes = sizes or ModelSizes.of(topology)
@@ -184,6 +191,33 @@ def simulate(
             **({} if costs is None else _times(costs, counts[name], counts["belady"])),
         )
     return results
+
+
+def recovered_share_of(
+    predictor: Predictor,
+    rows: Iterable[SequenceRouting],
+    topology: MoeTopology,
+    capacity: float | int,
+    *,
+    how: Reading = "decode",
+) -> dict[str, PolicyResult]:
+    """Replay sequences under LRU, a predictor's forecasts and the optimum: {"lru", "predicted", "belady"}.
+
+    `["predicted"].recovered_share` is the share of what LRU misses beyond the optimum that the predictor avoids.
+
+    Args:
+        rows: sequences that its training has not seen (`foresight.Unseen`).
+        capacity: experts that the cache holds: a share below 1, or their number.
+
+    Raises:
+        SettingError: if the capacity is impossible, or the predictor cannot foresee such a reading.
+        BundleError: if a score is nan or infinite.
+    """
+    held, whole = num_slots(capacity, topology), list(join_parts(rows))
+    events = events_of(whole, topology, how)
+    forecasts = forecasts_of(predictor, whole, topology, how)
+    foreseen = foreseen_misses(events, [held], topology, forecasts)[held]
+    return simulate(events, held, ["lru", "predicted", "belady"], topology, foreseen=foreseen)
 
 
 def _times(costs: EventCosts, misses: np.ndarray, belady: np.ndarray) -> dict[str, float | None]:

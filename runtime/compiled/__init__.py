@@ -9,11 +9,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..events import Events
 from ..policies.registry import PolicySetting
+
+if TYPE_CHECKING:
+    from .foreseen import CompiledReplay
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +51,16 @@ def replays() -> dict[str, Replay]:
         "activation": scores.activation,
         "random": scores.random,
     }
+
+
+@cache
+def foreseen_replay() -> type[CompiledReplay] | None:
+    """Give the compiled replay of `predicted`, or None where numba cannot be used."""
+    if not _numba()[0]:
+        return None
+    from .foreseen import CompiledReplay
+
+    return CompiledReplay
 
 
 @cache

@@ -33,7 +33,7 @@ def random(events: Events, setting: PolicySetting) -> np.ndarray:
 
 
 @compiled
-def _least(scores, used, before):
+def least(scores, used, before):
     """Find the smallest score among the residents last used before an event; ties go to the smallest expert."""
     least = -1
     for expert in range(len(scores)):
@@ -104,7 +104,7 @@ def _activation(experts, starts, single, layers, sequences, capacity, offsets, w
             scores[expert] = (uses[expert] + EPSILON) * scale
         before = event if single[event] and last - first <= capacity else event + 1  # who was used later is protected
         while held > capacity:
-            used[_least(scores, used, before)] = -1
+            used[least(scores, used, before)] = -1
             held -= 1
     return misses
 
@@ -127,6 +127,6 @@ def _random(experts, starts, single, capacity, num_experts, draws):
         scores = draws.random(num_experts)
         before = event if single[event] and last - first <= capacity else event + 1  # who was used later is protected
         while held > capacity:
-            used[_least(scores, used, before)] = -1
+            used[least(scores, used, before)] = -1
             held -= 1
     return misses

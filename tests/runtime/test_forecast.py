@@ -29,6 +29,8 @@ def test_rows_land_at_their_layers_and_padding_nowhere() -> None:
     np.testing.assert_allclose(
         FlatMap(spec("encoder"), TOPOLOGY).flat(np.array([[0.7, 0.8, 0.9]])), [0.7, 0.8, 0.9, 0, 0, 0, 0, 0, 0], 1e-6
     )
+    several = np.stack([probs_LE, 2 * probs_LE])
+    np.testing.assert_array_equal(flat_map.flat(several), np.stack([flat_map.flat(item) for item in several]))
 
 
 def test_used_experts_are_marked_and_dropped_ones_are_not() -> None:
