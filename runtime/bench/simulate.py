@@ -13,13 +13,16 @@ from ...collect.smoke import smoke
 from ...collect.topology import MoeTopology
 from ...collect.trace import Trace
 from ..clock import Clock, SystemClock
-from ..compiled import how_replayed, replays
+from ..compiled import foreseen_replay, how_replayed, replays
 from ..events import Events, events_of
+from ..forecast import Forecast
+from ..foreseen import foreseen_misses
 from ..policies.registry import SIMULATED, PolicySetting
 from ..simulation import early_load, num_slots, python_misses
 from .machine import machine
 
 TOPOLOGY = MoeTopology.uniform(24, 32, 4)  # of made-up routing, as gpt-oss-20b has
+MADE_UP = 64  # forecasts, which are taken in turn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +65,7 @@ def bench(settings: SimulateBench, clock: Clock | None = None) -> dict[str, Any]
             setting = _setting(events, topology, capacity)
             quick(few, _setting(few, topology, capacity))
             arms[name]["compiled_per_s"] = _rate(events, name, setting, quick, clock)
+    arms["predicted"] = _foreseen(events, few, topology, capacity, clock)
     return {
         "arms": arms,
         "replay": how_replayed(),
@@ -108,6 +112,28 @@ def _about(rows: Any, tokens: int) -> Any:
 def _setting(events: Events, topology: MoeTopology, capacity: int) -> PolicySetting:
     future = [event.needed for event in events]
     return PolicySetting(topology=topology, capacity=capacity, future=future, load=early_load(events, topology))
+
+
+def made_up_forecasts(steps: int, topology: MoeTopology, seed: int = 0) -> list[Forecast]:
+    """Make a forecast of every step by chance, so that more is missed than with a predictor's."""
+    random = np.random.default_rng(seed)
+    demand, reuse = random.random((2, MADE_UP, topology.num_experts), dtype=np.float32)
+    return [Forecast(step, demand[step % MADE_UP], reuse[step % MADE_UP]) for step in range(steps)]
+
+
+def _foreseen(events: Events, few: Events, topology: MoeTopology, capacity: int, clock: Clock) -> dict[str, float]:
+    """Time the policy that is given forecasts; making them is not timed."""
+    forecasts = made_up_forecasts(int(events.steps.max(initial=-1)) + 1, topology)
+    ways = [("python_per_s", few, False)]
+    if foreseen_replay() is not None:
+        foreseen_misses(few, [capacity], topology, forecasts)
+        ways.append(("compiled_per_s", events, True))
+    found = {}
+    for name, replayed, quick in ways:
+        start = clock.now()
+        foreseen_misses(replayed, [capacity], topology, forecasts, quick=quick)
+        found[name] = replayed.accesses / max(clock.now() - start, 1e-9)
+    return found
 
 
 def _rate(events: Events, name: str, setting: PolicySetting, quick: Any, clock: Clock) -> float:

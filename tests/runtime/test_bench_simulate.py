@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 from foregate.collect.errors import SettingError
 from foregate.runtime.bench.simulate import TOPOLOGY, SimulateBench, bench, describe, made_up
-from foregate.runtime.policies.registry import SIMULATED
+from foregate.runtime.policies.registry import POLICIES
 
 
 def test_every_policy_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOREGATE_SMOKE", "1")
     result = bench(SimulateBench())
-    assert tuple(result["arms"]) == SIMULATED
+    assert tuple(result["arms"]) == tuple(POLICIES)
     for arm in result["arms"].values():
         assert arm["python_per_s"] > 0
         assert arm.get("compiled_per_s", 1) > 0
     assert (result["accesses"], result["capacity"]) == (200 * 96, 192)
-    assert all(name in describe(result) for name in SIMULATED)
+    assert all(name in describe(result) for name in POLICIES)
 
 
 def test_a_trace_can_be_given(tmp_path: Path) -> None:
