@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from foregate.collect.errors import ClosedError
 from foregate.collect.topology import MoeTopology
-from foregate.predictors.base import PredictorSpec, Step
+from foregate.predictors.base import Prediction, PredictorSpec, Step
 from foregate.runtime import predictor_thread as module
 from foregate.runtime.clock import ManualClock
 from foregate.runtime.predictor_thread import BatchInput, PredictorThread, TokenInput
@@ -24,7 +24,10 @@ def spec(horizon: str) -> PredictorSpec:
 
 
 class Fake:
-    """A token predictor that says that token i uses expert i % 4 of each layer, and notes what it was given."""
+    """A token predictor that says that token i uses expert i % 4 of each layer, now half as surely as later.
+
+    It notes what it was given.
+    """
 
     spec = spec("token")
 
@@ -37,14 +40,14 @@ class Fake:
         self.starts.append(batch)
         return 0
 
-    def step(self, step: Step, state: object) -> tuple[np.ndarray, int]:
+    def step(self, step: Step, state: object) -> tuple[Prediction, int]:
         assert isinstance(state, int)
         self.steps.append((step.token_ids.tolist(), step.previous.copy(), state))
         self.before(len(self.steps))
         probs_BLE = np.zeros((len(step.token_ids), *self.spec.shape), np.float32)
         for row, token in enumerate(step.token_ids):
             probs_BLE[row, :, token % 4] = 0.5
-        return probs_BLE, state + 1
+        return Prediction(probs_BLE, 2 * probs_BLE), state + 1
 
 
 class Gate:
@@ -94,6 +97,8 @@ def test_rows_of_a_batch_are_combined(thread: PredictorThread) -> None:
     forecast = thread.latest()
     assert forecast is not None
     assert forecast.demand[:4].tolist() == [0, 0, 0.75, 0.5]
+    assert forecast.reuse is not None
+    assert forecast.reuse[:4].tolist() == [0, 0, 2, 1], "the sum over sequences"
 
 
 def test_tokens_go_in_one_by_one_with_the_routing_before_them(fake: Fake, thread: PredictorThread) -> None:
