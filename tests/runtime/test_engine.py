@@ -11,11 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 from foregate.collect.errors import ClosedError, TransferError
+from foregate.collect.shard import SequenceRouting
 from foregate.collect.topology import ExpertId, MoeLayer, MoeTopology
 from foregate.runtime.cache import ExpertCache
 from foregate.runtime.clock import ManualClock
 from foregate.runtime.engine import ExpertEngine
+from foregate.runtime.events import events_of
 from foregate.runtime.forecast import Forecast
+from foregate.runtime.foreseen import foreseen_misses
 from foregate.runtime.placement import slots_for
 from foregate.runtime.policies import EvictionPolicy, Lru, Predicted
 from foregate.runtime.prefetch import Prefetcher, Windows
@@ -172,6 +175,24 @@ def test_without_prefetch_the_counts_are_those_of_the_replay(drawn: list[Event],
     assert [sum(row) for row in zip(*rig.counters.layers, strict=True)] == [rig.counters.hits, 0, rig.counters.misses]
 
 
+@given(seed=st.integers(0, 1 << 16), capacity=st.integers(1, EXPERTS), steps=st.integers(1, 12), late=st.floats(0, 1))
+@settings(max_examples=40, deadline=None)
+def test_with_forecasts_the_misses_are_those_of_their_replay(seed: int, capacity: int, steps: int, late: float) -> None:
+    """One forward of each step, with or without a forecast in time; nothing is prefetched."""
+    random = np.random.default_rng(seed)
+    rig, forecasts = Rig(capacity, policy=Predicted(TOPOLOGY)), []
+    columns = np.stack([random.integers(0, layer.num_experts, steps) for layer in TOPOLOGY.layers], axis=1)
+    row = SequenceRouting(sequence="0", experts=columns.astype(np.int16))
+    for step in range(steps):
+        demand, reuse = random.random((2, EXPERTS), dtype=np.float32)
+        said = Forecast(step, demand, reuse) if random.random() >= late else None
+        forecasts += [said] if said else []
+        for layer, expert in enumerate(columns[step].tolist()):
+            rig.event(TOPOLOGY.flat(layer, expert), forecast=said)
+    wanted = foreseen_misses(events_of([row], TOPOLOGY, "decode"), [capacity], TOPOLOGY, forecasts)
+    assert rig.counters.misses == wanted[capacity].sum()
+
+
 class Stop(Exception):
     """What a consumer raises in mid-event."""
 
@@ -190,7 +211,8 @@ def test_every_slot_holds_its_expert_whatever_happens(
     probation = int(guesses * (capacity - 1))
     rig = Rig(capacity, probation=probation, policy=Predicted(TOPOLOGY) if predicted else None, random=random)
     for step, event in enumerate(drawn):
-        said = Forecast(step, np.array([random.random() for _ in range(EXPERTS)], np.float32))
+        demand, reuse = (np.array([random.random() for _ in range(EXPERTS)], np.float32) for _ in range(2))
+        said = Forecast(step, demand, reuse if step % 2 else None)
         layer = TOPOLOGY.ids[event.needed[0]].layer
         ending = random.choice(["full", "full", "full", "leave", "raise", "fail"])
         stop_after = random.randrange(len(event.needed) + 1)
