@@ -18,7 +18,7 @@ from ..collect.trace import SequenceRouting
 from .base import BatchPredictor, Horizon, LayerPredictor, Predictor, PredictorSpec, Step, TokenPredictor
 from .calibration import CalibrationCurve
 from .metrics import RecallMeter
-from .rows import dense, ids_of, many_hot
+from .rows import dense, hidden_of, ids_of, many_hot
 
 BATCH_BYTES = 64 * 2**20  # of one array of scores of sequences that advance together; a handful exist at a time
 SHRINK = 0.8  # a batch is cut to the sequences that go on once fewer than this share do
@@ -99,7 +99,8 @@ def _at_once(predictor: Any, row: SequenceRouting, experts: np.ndarray) -> dict[
     used = many_hot(experts, predictor.spec.shape[1])
     scores = predictor.sequence(ids_of(row), used)
     if predictor.spec.horizon == "layer":
-        return {"layer": predictor.sequence_ahead(used), "token": scores}
+        hidden = [hidden_of(row, predictor.spec.topology)] if getattr(predictor, "needs_hidden", False) else []
+        return {"layer": predictor.sequence_ahead(used, *hidden), "token": scores}
     return {predictor.spec.horizon: scores}
 
 
@@ -138,7 +139,7 @@ def _stepped(
     for t in range(ids.shape[1]):
         left = int((lengths > t).sum())
         if left < SHRINK * active and isinstance(state, dict):  # those that ended stand last
-            active, state = left, {name: value[:left] for name, value in state.items()}
+            active, state = left, {name: _like(value, _array(value)[:left]) for name, value in state.items()}
         previous = hot[:active, t - 1] if t else np.zeros_like(hot[:active, 0])
         given, state = predictor.step(Step(ids[:active, t], previous), state)
         token[:active, t] = given.routing
@@ -160,14 +161,16 @@ class _Ahead:
         assert isinstance(predictor, LayerPredictor)
         self.predictor, self.hot, self.scores = predictor, hot, np.zeros_like(hot)
         self.waiting: list[tuple[int, int, Any]] = []  # step, sequences, state
+        self.asked: set[str] | None = None  # what the predictor takes from a state, once that is known
 
     def add(self, t: int, active: int, state: Any) -> None:
         """Note the state that a step left."""
         self.waiting.append((t, active, state))
-        joined = isinstance(state, dict)
-        tokens = sum(size for _, size, _ in self.waiting)
-        held = sum(value.nbytes for value in state.values()) * len(self.waiting) if joined else 0
-        if not joined or tokens >= JOINED_TOKENS or held >= JOINED_BYTES:
+        if self.asked is None or not isinstance(state, dict):
+            self.flush()
+            return
+        held = sum(_array(state[name]).nbytes for name in self.asked) * len(self.waiting)
+        if held >= JOINED_BYTES or sum(size for _, size, _ in self.waiting) >= JOINED_TOKENS:
             self.flush()
 
     def flush(self) -> None:
@@ -176,13 +179,38 @@ class _Ahead:
             return
         used = np.concatenate([self.hot[:size, t] for t, size, _ in self.waiting])
         states = [state for _, _, state in self.waiting]
-        state = states[0] if len(states) == 1 else {n: np.concatenate([s[n] for s in states]) for n in states[0]}
+        state = _Joined(states) if isinstance(states[0], dict) else states[0]
         for layer in range(used.shape[1] - 1):
             given, start = self.predictor.ahead(layer, used, state)[:, layer + 1], 0
             for t, size, _ in self.waiting:
                 self.scores[:size, t, layer + 1] = given[start : start + size]
                 start += size
+        if isinstance(state, dict):
+            self.asked = set(state)
         self.waiting.clear()
+
+
+class _Joined(dict[str, Any]):
+    """States of several steps as one; what is asked for by name is joined then, so that nothing large is in vain."""
+
+    def __init__(self, states: list[dict[str, Any]]) -> None:
+        super().__init__()
+        self.states = states
+
+    def __missing__(self, name: str) -> Any:
+        parts = [state[name] for state in self.states]
+        self[name] = _like(parts[0], np.concatenate([_array(part) for part in parts]))
+        return self[name]
+
+
+def _array(value: Any) -> np.ndarray:
+    """Give an entry of a state as an array; what is no array, as a ring, gives one."""
+    return value if isinstance(value, np.ndarray) else value.array()
+
+
+def _like(value: Any, array: np.ndarray) -> Any:
+    """Make an entry of the same kind of an array."""
+    return array if isinstance(value, np.ndarray) else type(value)(array)
 
 
 def measure(

@@ -21,6 +21,16 @@ def spec_of(family: str, horizon: str) -> PredictorSpec:
     return PredictorSpec(family=family, horizon=horizon, topology=TOPOLOGY, stack="causal", vocab_size=50)  # type: ignore[arg-type]
 
 
+class Kept:
+    """An entry of a state that is no array."""
+
+    def __init__(self, entries: np.ndarray) -> None:
+        self.entries = entries
+
+    def array(self) -> np.ndarray:
+        return self.entries
+
+
 class Counting:
     """A layer predictor of named arrays: what it says tells the token's id, its history and the layers used."""
 
@@ -32,19 +42,27 @@ class Counting:
         self.asked = 0  # layers
 
     def start(self, batch: int):
-        past = np.zeros((batch, 1), np.float32)
-        return {"past": past} if self.flat_state else (past,)
+        return self.state(np.zeros((batch, 1), np.float32))
+
+    def state(self, past: np.ndarray):
+        return {"past": past, "kept": Kept(-past), "idle": Kept(past)} if self.flat_state else (past,)
+
+    def past(self, state) -> np.ndarray:
+        if not self.flat_state:
+            return state[0]
+        np.testing.assert_array_equal(state["kept"].array(), -state["past"])
+        return state["past"]
 
     def step(self, step: Step, state):
         self.sizes.append(len(step.token_ids))
-        (past,) = state.values() if self.flat_state else state
-        past = past + 0.1 * step.token_ids[:, None] + step.previous.sum((1, 2))[:, None]
+        past = self.past(state) + 0.1 * step.token_ids[:, None] + step.previous.sum((1, 2))[:, None]
         routing = np.repeat(np.tanh(past)[:, :, None], 2, axis=1) * np.ones(8, np.float32)
-        return Prediction(routing, routing / 2), {"past": past} if self.flat_state else (past,)
+        return Prediction(routing, routing / 2), self.state(past)
 
     def ahead(self, layer: int, used: np.ndarray, state):
         self.asked += 1
-        (past,) = state.values() if self.flat_state else state
+        assert "idle" not in state  # nobody asked for it
+        past = self.past(state)
         out = np.zeros_like(used)
         if layer + 1 < used.shape[1]:
             out[:, layer + 1] = np.tanh(past + used[:, layer] @ np.arange(8, dtype=np.float32)[:, None] / 9)
