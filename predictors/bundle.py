@@ -116,9 +116,9 @@ def load_predictor(path: str | Path | Bundle) -> Predictor:
     if bundle.spec.horizon == "batch":
         return OnnxBatchPredictor(bundle.spec, session)
     if bundle.spec.horizon == "token":
-        return OnnxTokenPredictor(bundle.spec, session, bundle.start())
+        return OnnxTokenPredictor(bundle.spec, session, bundle.start(), bundle.card["rings"])
     ahead = Session(str(bundle.path / AHEAD))
-    return OnnxLayerPredictor(bundle.spec, session, bundle.start(), ahead, bundle.card["reach"])
+    return OnnxLayerPredictor(bundle.spec, session, bundle.start(), bundle.card["rings"], ahead, bundle.card["reach"])
 
 
 def seal(folder: Path, card: dict[str, Any]) -> None:

@@ -57,11 +57,13 @@ def write_bundle(
         (folder / GRAPH).write_bytes(graph)
         spec, session = network.spec, Session(graph)
         state: State = network.start(1) if isinstance(network, TokenNetwork) else {}
+        rings = list(network.rings) if isinstance(network, TokenNetwork) else []
         entries: dict[str, Any] = {
             **spec.to_json(),
             "window": getattr(network.settings, "window", None) if state else None,
             "settings": network.settings.to_json(),
             "state": list(state),
+            "rings": rings,
             **session.signature(),
             "latency_ms": session.latency_ms(_timed_feeds(network)),
             "versions": {name: version(name) for name in VERSIONED} | {"python": platform.python_version()},
@@ -69,12 +71,12 @@ def write_bundle(
         if isinstance(network, LayerNetwork):
             (folder / AHEAD).write_bytes(export_ahead_graph(network))
             ahead = Session(str(folder / AHEAD))
-            predictor = OnnxLayerPredictor(spec, session, _arrays(state), ahead, network.reach)
+            predictor = OnnxLayerPredictor(spec, session, _arrays(state), rings, ahead, network.reach)
             feeds = {f"state.{name}": state[name].detach().numpy() for name in network.context}
             feeds |= {"layer": np.array(0), "used": np.zeros((1, *spec.shape), np.float32)}
             entries |= {"reach": network.reach, "ahead": ahead.signature(), "ahead_ms": ahead.latency_ms(feeds)}
         elif isinstance(network, TokenNetwork):
-            predictor = OnnxTokenPredictor(spec, session, _arrays(state))
+            predictor = OnnxTokenPredictor(spec, session, _arrays(state), rings)
         else:
             predictor = OnnxBatchPredictor(spec, session)
         if isinstance(network, TokenNetwork) and network.discount:

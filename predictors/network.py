@@ -103,6 +103,10 @@ class Network(nn.Module):
 class TokenNetwork(Network):
     """Token horizon: all MoE layers of a token, from ids up to it and routing before it."""
 
+    rings: ClassVar[tuple[str, ...]] = ()
+    """Names of the state that holds the last entries of something, [B, W, ...], oldest first: of those a step gives
+    the newest entry [B, ...] alone, which costs no copy of the others."""
+
     @property
     def discount(self) -> float:
         """Discount per token of the uses that the reuse head foresees; 0 without a reuse head."""
@@ -117,8 +121,16 @@ class TokenNetwork(Network):
         raise NotImplementedError
 
     def step(self, ids_B: Tensor, previous_BLE: Tensor, state: State) -> tuple[Logits, State]:
-        """Run one token: logits [B, L, E] and the next state; equal to `forward` token by token."""
+        """Run one token: logits [B, L, E] and what `follow` makes the next state of; equal to `forward`, which gives
+        the whole state, token by token."""
         raise NotImplementedError
+
+    def follow(self, state: State, given: State) -> State:
+        """Give the state after a step: what it gave, entries of rings appended to them."""
+        return {
+            name: torch.cat([state[name][:, 1:], value[:, None]], dim=1) if name in self.rings else value
+            for name, value in given.items()
+        }
 
 
 class LayerNetwork(TokenNetwork):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .network import BatchNetwork, LayerNetwork, Network, TokenNetwork
-from .onnx_session import state_names
+from .onnx_session import after_names, state_names
 
 QUIET = ("torch.onnx", "onnxscript", "onnx_ir")  # they report what they skip, at warning level
 
@@ -62,7 +62,7 @@ def export_graph(network: Network) -> bytes:
     if isinstance(network, TokenNetwork):
         state = network.start(2)
         args = (*_no_tokens(network), *state.values())
-        outputs = ["probabilities", *(["reuse"] if network.discount else []), *state_names("next", state)]
+        outputs = ["probabilities", *(["reuse"] if network.discount else []), *after_names(state, network.rings)]
         names = ["token_ids", "previous", *state_names("state", state)]
         return _export(_StepGraph(network), args, names, outputs, {}, "state")
     assert isinstance(network, BatchNetwork)

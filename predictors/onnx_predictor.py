@@ -7,35 +7,46 @@ Thread-safe as onnxruntime sessions are: state is an argument, so sequences inte
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 
 from ..collect.errors import SettingError
 from .base import Prediction, PredictorSpec, Step
 from .onnx_session import Session, state_names
+from .ring import Ring
 
 State = dict[str, np.ndarray]
+Held = dict[str, np.ndarray | Ring]  # between steps
 
 
 def step_feeds(token_ids: np.ndarray, previous: np.ndarray, state: State) -> dict[str, np.ndarray]:
     """Name a step's inputs as the graph does."""
-    return {
-        "token_ids": token_ids,
-        "previous": previous,
-        **dict(zip(state_names("state", state), state.values(), strict=True)),
-    }
+    return {"token_ids": token_ids, "previous": previous, **named(state)}
+
+
+def named(state: State) -> dict[str, np.ndarray]:
+    """Name state as the graph does."""
+    return dict(zip(state_names("state", state), state.values(), strict=True))
+
+
+def arrays_of(state: Held) -> State:
+    """Give a state as the graph takes it: rings as arrays [B, W, ...]."""
+    return {name: np.ascontiguousarray(v.array()) if isinstance(v, Ring) else v for name, v in state.items()}
 
 
 class OnnxTokenPredictor:
     """Predict all MoE layers of the next token; satisfies `TokenPredictor`."""
 
-    def __init__(self, spec: PredictorSpec, session: Session, start: State) -> None:
-        self.spec, self._session, self._start = spec, session, start
+    def __init__(self, spec: PredictorSpec, session: Session, start: State, rings: Collection[str] = ()) -> None:
+        self.spec, self._session, self._start, self._rings = spec, session, start, frozenset(rings)
 
-    def start(self, batch: int) -> State:
+    def start(self, batch: int) -> Held:
         """Give the state before the first token of `batch` sequences: named arrays, the batch first."""
-        return {name: np.repeat(value, batch, axis=0) for name, value in self._start.items()}
+        whole = {name: np.repeat(value, batch, axis=0) for name, value in self._start.items()}
+        return {name: Ring(value) if name in self._rings else value for name, value in whole.items()}
 
-    def step(self, step: Step, state: object) -> tuple[Prediction, State]:
+    def step(self, step: Step, state: object) -> tuple[Prediction, Held]:
         """Predict a token's experts, and give the next state; the given state stays as it is.
 
         Raises:
@@ -49,16 +60,27 @@ class OnnxTokenPredictor:
                 f"A step takes ids [B] and previous [B, {self.spec.shape[0]}, {self.spec.shape[1]}]; got "
                 f"{list(ids.shape)} and {list(previous.shape)}."
             )
-        found = self._session.run(step_feeds(ids, previous, state))
+        found = self._session.run(step_feeds(ids, previous, arrays_of(state)))
         heads, after = found[: len(found) - len(state)], found[len(found) - len(state) :]
-        return Prediction(*heads), dict(zip(state, after, strict=True))
+        pairs = zip(state.items(), after, strict=True)
+        return Prediction(*heads), {
+            name: before.append(value) if isinstance(before, Ring) else value for (name, before), value in pairs
+        }
 
 
 class OnnxLayerPredictor(OnnxTokenPredictor):
     """Predict a token's layers ahead from the true experts of its layers so far; satisfies `LayerPredictor`."""
 
-    def __init__(self, spec: PredictorSpec, session: Session, start: State, ahead: Session, reach: int) -> None:
-        super().__init__(spec, session, start)
+    def __init__(
+        self,
+        spec: PredictorSpec,
+        session: Session,
+        start: State,
+        rings: Collection[str],
+        ahead: Session,
+        reach: int,
+    ) -> None:
+        super().__init__(spec, session, start, rings)
         self.reach, self._ahead = reach, ahead
         wanted = {entry["name"] for entry in ahead.signature()["inputs"]}
         self._context = [name for name in start if f"state.{name}" in wanted]
@@ -77,7 +99,7 @@ class OnnxLayerPredictor(OnnxTokenPredictor):
                 f"A layer is one of -1..{rows - 1} and its used experts are [B, {rows}, {self.spec.shape[1]}]; got "
                 f"{layer} and {list(used.shape)}."
             )
-        context = {f"state.{name}": state[name] for name in self._context}
+        context = named(arrays_of({name: state[name] for name in self._context}))
         (probabilities,) = self._ahead.run({"layer": np.array(layer, np.int64), "used": used, **context})
         return probabilities
 

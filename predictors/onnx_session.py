@@ -6,7 +6,7 @@ Knows arrays and graphs; knows no predictor. onnxruntime is imported when the fi
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,8 +21,13 @@ TIMED_RUNS = 200
 
 
 def state_names(prefix: str, names: Iterable[str]) -> list[str]:
-    """Name the graph's state tensors: `state.NAME` going in, `next.NAME` coming out."""
+    """Name the graph's state tensors, as `state.NAME`."""
     return [f"{prefix}.{name}" for name in names]
+
+
+def after_names(names: Iterable[str], rings: Collection[str]) -> list[str]:
+    """Name what a step gives of its state: `next.NAME`, and `append.NAME` for the newest entry of a ring."""
+    return [f"append.{name}" if name in rings else f"next.{name}" for name in names]
 
 
 class Session:

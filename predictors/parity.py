@@ -15,7 +15,7 @@ from ..collect.errors import BundleError
 from ..collect.trace import SequenceRouting
 from .base import LayerPredictor, Predictor, Step
 from .network import BatchNetwork, LayerNetwork, Network, TokenNetwork
-from .onnx_predictor import OnnxBatchPredictor, OnnxTokenPredictor
+from .onnx_predictor import OnnxBatchPredictor, OnnxTokenPredictor, arrays_of
 from .rows import dense, ids_of, many_hot
 
 TOLERANCE = 1e-4
@@ -94,7 +94,8 @@ def _token_difference(network: TokenNetwork, predictor: OnnxTokenPredictor, ids:
             worst = max(worst, float("nan") if given.reuse is None else _gap(given.reuse, reuse[:, t]))
         if layered and isinstance(predictor, LayerPredictor):
             worst = max(worst, _layer_difference(predictor, layered, used, t, state))
-    return max(worst, *(_gap(state[name], value.numpy()) for name, value in last.items()))
+    after = arrays_of(state)
+    return max(worst, *(_gap(after[name], value.numpy()) for name, value in last.items()))
 
 
 def _layer_difference(

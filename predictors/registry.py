@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from ..collect.errors import SettingError
+from .copy_attention import CopyAttentionSettings
+from .copy_layers import CopyLayersSettings
 from .eam import EamSettings
 from .mlp import MlpSettings
 from .network import NetworkSettings
 from .sru_attention import SruAttentionSettings
 
 FAMILIES: dict[str, type[NetworkSettings]] = {
-    kind.family: kind for kind in (EamSettings, MlpSettings, SruAttentionSettings)
+    kind.family: kind
+    for kind in (CopyAttentionSettings, CopyLayersSettings, EamSettings, MlpSettings, SruAttentionSettings)
 }
 
 

@@ -19,14 +19,13 @@ from torch import Tensor, nn
 
 from ..collect.errors import SettingError
 from .base import PredictorSpec
+from .history import History
 from .network import BatchNetwork, Logits, Network, NetworkSettings, State, TokenNetwork
 from .reuse import ReuseHead, check_discount
 from .rows import RoutingStatistics
 from .sparse_attention import SparseAttention
 from .sru import SruLayer
 from .token_embedding import TokenEmbedding, factorise
-
-FLOOR = 0.02  # added to frequencies before the logarithm: one use in 50 tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,41 +101,28 @@ class SruAttentionToken(TokenNetwork):
         self.trunk = _Trunk(settings, bidirectional=False, window=settings.window)
         self.heads = nn.Linear(settings.hidden, entries)
         self.token_skip = nn.Linear(settings.embedding, entries, bias=False)
-        self.history_skip = nn.Parameter(torch.zeros(len(settings.decays) + 1, num_layers, num_experts))
-        num_features = len(settings.decays) + 1
+        self.history = History(spec.shape, settings.decays)
+        self.history_skip = nn.Parameter(torch.zeros(self.history.num_features, num_layers, num_experts))
         self.reuse = (
-            ReuseHead(settings.hidden, settings.embedding, num_features, spec.shape) if settings.discount else None
+            ReuseHead(settings.hidden, settings.embedding, self.history.num_features, spec.shape)
+            if settings.discount
+            else None
         )
-        self.popularity_LE: Tensor
-        self.decays_R: Tensor
-        self.register_buffer("popularity_LE", torch.zeros(num_layers, num_experts))
-        self.register_buffer("decays_R", torch.tensor(settings.decays, dtype=torch.float32))
 
     @torch.no_grad()
     def warm_start(self, statistics: RoutingStatistics) -> None:
         """Start at the token table, corrected by the slowest frequency; the trunk starts silent."""
         _start_at_token_table(self, statistics)
-        self.popularity_LE.copy_(torch.as_tensor(statistics.popularity_LE))
+        self.history.popularity_LE.copy_(torch.as_tensor(statistics.popularity_LE))
         self.history_skip.fill_(0.3)
         if self.reuse is not None:
-            self.reuse.warm_start(self.popularity_LE)
+            self.reuse.warm_start(self.history.popularity_LE)
 
     def start(self, batch: int) -> State:
         """Give the state before the first token: frequencies at popularity, cells and ring empty."""
-        frequency = self.popularity_LE.expand(batch, len(self.sizes.decays), -1, -1).clone()
+        frequency = self.history.start(batch)
         cells = {f"cell_{i}": frequency.new_zeros(batch, self.sizes.hidden) for i in range(self.sizes.num_layers)}
         return {"frequency": frequency, **cells, "ring": self.trunk.attention.ring(batch)}
-
-    def _keep(self, previous: Tensor) -> Tensor:
-        """Give the factor [..., R, L, 1] by which frequencies decay: 1 where there was no previous routing."""
-        present = previous.amax(-1, keepdim=True).unsqueeze(-3)
-        return 1 - (1 - self.decays_R[:, None, None]) * present
-
-    def _features(self, previous: Tensor, frequency: Tensor) -> Tensor:
-        """Give what past routing says of each (layer, expert): [..., R + 1, L, E]."""
-        return torch.cat(
-            [previous.unsqueeze(-3), torch.log((frequency + FLOOR) / (self.popularity_LE + FLOOR))], dim=-3
-        )
 
     def _trunk_in(self, token: Tensor, previous: Tensor, features: Tensor) -> Tensor:
         return (
@@ -147,16 +133,14 @@ class SruAttentionToken(TokenNetwork):
 
     def _logits(self, trunk: Tensor, token: Tensor, features: Tensor) -> Logits:
         logits = (self.heads(trunk) + self.token_skip(token)).unflatten(-1, self.spec.shape)
-        logits = logits + (features * self.history_skip).sum(-3)
+        logits = logits + self.history.weigh(features, self.history_skip)
         return Logits(logits, None if self.reuse is None else self.reuse(trunk, token, features, logits))
 
     def forward(self, ids_BT: Tensor, previous_BTLE: Tensor, state: State) -> tuple[Logits, State]:
         """Run a sequence at once: logits [B, T, L, E] and the state after its last token."""
         token = self.embedding(ids_BT, self.sizes.forget if self.training else 0.0)
-        with torch.no_grad():  # inputs only: nothing before the frequencies learns
-            frequency_TBRLE = decayed(previous_BTLE, self._keep(previous_BTLE), state["frequency"])
-            features = self._features(previous_BTLE, frequency_TBRLE.transpose(0, 1))
-        next_state = {"frequency": frequency_TBRLE[-1]}
+        next_state: State = {}
+        features, next_state["frequency"] = self.history.run(previous_BTLE, state["frequency"])
         hidden = self.trunk.dropout(self._trunk_in(token, previous_BTLE, features)).transpose(0, 1).contiguous()
         for index, layer in enumerate(self.trunk.layers):
             hidden, next_state[f"cell_{index}"] = layer(hidden, state[f"cell_{index}"])
@@ -168,11 +152,9 @@ class SruAttentionToken(TokenNetwork):
     def step(self, ids_B: Tensor, previous_BLE: Tensor, state: State) -> tuple[Logits, State]:
         """Run one token: logits [B, L, E] and the next state."""
         token = self.embedding(ids_B)
-        keep = self._keep(previous_BLE)
-        frequency = state["frequency"] * keep + previous_BLE[:, None] * (1 - keep)
-        features = self._features(previous_BLE, frequency)
+        next_state: State = {}
+        features, next_state["frequency"] = self.history.step(previous_BLE, state["frequency"])
         hidden = self._trunk_in(token, previous_BLE, features)
-        next_state = {"frequency": frequency}
         for index, layer in enumerate(self.trunk.layers):
             assert isinstance(layer, SruLayer)
             hidden, next_state[f"cell_{index}"] = layer.step(hidden, state[f"cell_{index}"])
@@ -218,13 +200,3 @@ def _start_at_token_table(network: SruAttentionToken | SruAttentionBatch, statis
     network.token_skip.weight.copy_(skip)
     network.heads.weight.zero_()
     network.heads.bias.copy_(bias)
-
-
-def decayed(previous_BTLE: Tensor, keep_BTRL1: Tensor, start_BRLE: Tensor) -> Tensor:
-    """Run f_t = keep_t f_{t-1} + (1 - keep_t) previous_t and give all f [T, B, R, L, E]."""
-    out = start_BRLE.new_empty(previous_BTLE.shape[1], *start_BRLE.shape)
-    frequency = start_BRLE
-    steps = zip(previous_BTLE.unbind(1), keep_BTRL1.unbind(1), out.unbind(), strict=True)
-    for previous_BLE, keep_BRL1, next_BRLE in steps:
-        frequency = torch.lerp(previous_BLE[:, None], frequency, keep_BRL1, out=next_BRLE)
-    return out

@@ -31,6 +31,8 @@ CAUSAL = MoeTopology(
 )
 SWITCH = MoeTopology(layers=tuple(MoeLayer(stack="encoder", block=i, num_experts=6, top_k=1) for i in (1, 3)))
 SMALL = {
+    "copy_attention": {"embedding": 8, "hidden": 12, "heads": 2, "attention": 4, "window": 4},
+    "copy_layers": {"embedding": 8, "hidden": 12, "heads": 2, "attention": 4, "window": 4, "layer_width": 6},
     "eam": {"capacity": 20, "reach": 2},
     "mlp": {"embedding": 8, "hidden": 12, "window": 3},
     "sru_attention": {"embedding": 8, "hidden": 16, "attention": 4, "window": 4, "discount": 0.8},
