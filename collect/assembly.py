@@ -17,7 +17,7 @@ from .recorder import LayerRouting
 from .topology import MoeTopology, Stack
 
 # B batch, P prompt tokens (padded), G generated tokens (padded), T tokens of one sequence, W columns of a trace row,
-# S scores of one
+# S scores of one, L MoE layers of a stack, H hidden size
 
 
 class Recorded(NamedTuple):
@@ -31,6 +31,8 @@ class Recorded(NamedTuple):
     """float16 [T, W], as in a trace; infinite where a weight is larger."""
     scores: np.ndarray | None = None
     """float32 [T, S], the layers' scores side by side; None where not recorded."""
+    hidden: np.ndarray | None = None
+    """float16 [T, L * H], the layers' hidden states side by side; None where not recorded."""
 
 
 def record_forward(
@@ -105,7 +107,8 @@ def record_generation(
 
 
 def _columns(calls: Sequence[tuple[np.ndarray | None, ...]], shape: tuple[int, ...]) -> list[Any]:
-    """Put the layers of one call side by side: experts and weights [*shape, W], scores [*shape, S] or None."""
+    """Put the layers of one call side by side: experts and weights [*shape, W]; scores [*shape, S] and hidden states
+    [*shape, L * H], or None."""
     parts: list[Any] = [
         None if any(values is None for values in part) else np.concatenate(part, axis=1).reshape(*shape, -1)
         for part in zip(*calls, strict=True)

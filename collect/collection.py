@@ -105,7 +105,7 @@ def _collect(
     if first is None:
         raise DataError(f"{config.data} holds no text that the tokenizer makes tokens of; give another --data.")
     pieces = itertools.islice(itertools.chain([first], pieces), config.max_sequences)
-    with RoutingRecorder(model, **({"scores": True} if config.scores else {})) as recorder:
+    with RoutingRecorder(model, **_optional(config)) as recorder:
         passes = Passes(model, recorder, tokenizer, generation, text=config.with_text)
         header = TraceHeader(
             topology=topology_of(model),
@@ -117,6 +117,7 @@ def _collect(
             versions=_versions(),
             weights=probe_weights(model, recorder, tokenizer, first),
             scores="selection" if config.scores else "",
+            hidden="gates" if config.hidden else "",
             generation=_generation(config),
             recording=_recording(config),
             seed=config.seed,
@@ -224,6 +225,11 @@ def _max_tokens(config: CollectConfig, model: Any) -> int:
     if config.max_tokens > room:
         log.info("max_tokens is %d, not %d: the model has %d positions", room, config.max_tokens, limit)
     return min(config.max_tokens, room)
+
+
+def _optional(config: CollectConfig) -> dict[str, bool]:
+    """Name what is recorded beside experts and weights."""
+    return {name: True for name in ("scores", "hidden") if getattr(config, name)}
 
 
 def probe_weights(model: Any, recorder: RoutingRecorder, tokenizer: Any, piece: Piece) -> WeightsKind:

@@ -57,6 +57,9 @@ class CollectConfig:
     """Rows of a shard; a run that is killed loses at most the shard that it has open."""
     scores: bool = False
     """Store the router scores that the experts were chosen by."""
+    hidden: bool = False
+    """Store the hidden states that the routers saw, for next_gate: 2 bytes x MoE layers x hidden size a token, which is
+    138 KB at 24 layers of 2880."""
     with_text: bool = False
     """Store the texts beside their token ids."""
     trust_remote_code: bool = False

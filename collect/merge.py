@@ -123,8 +123,9 @@ def _joined(header: TraceHeader, trace: Trace, first: Path) -> TraceHeader:
     here, there = header.topology, trace.topology
     if not here.same_routing(there):
         raise _differing(trace, "topology", there.describe(), here.describe(), first)
-    if header.scores != trace.header.scores:
-        raise _differing(trace, "scores", trace.header.scores, header.scores, first)
+    for name in ("scores", "hidden"):
+        if getattr(header, name) != getattr(trace.header, name):
+            raise _differing(trace, name, getattr(trace.header, name), getattr(header, name), first)
     values: dict[str, Any] = {}
     for name in AGREEING:
         old, new = getattr(header, name), getattr(trace.header, name)
@@ -192,7 +193,8 @@ class _Gathering:
     """Gather rows into shards; rows of one sequence share one."""
 
     def __init__(self, folder: Path, header: TraceHeader, config: WriterConfig, *, text: bool) -> None:
-        self.folder, self.config, self.text, self.scores = folder, config, text, bool(header.scores)
+        self.folder, self.config = folder, config
+        self.columns = {"text": text, "scores": bool(header.scores), "hidden": bool(header.hidden)}
         self.owners: dict[str, Path] = {}
         self.tokens = self.shards = 0
         self._rows: list[SequenceRouting] = []
@@ -217,6 +219,6 @@ class _Gathering:
         """Write the rows that are left."""
         if self._rows:
             name = f"shard-00000-{self.shards:05d}.parquet"
-            write_shard(self.folder / name, self._rows, text=self.text, scores=self.scores)
+            write_shard(self.folder / name, self._rows, **self.columns)
             self.shards += 1
             self._rows, self._bytes = [], 0

@@ -175,6 +175,7 @@ class Passes:
             experts=recorded.experts,
             weights=recorded.weights,
             scores=recorded.scores,
+            hidden=recorded.hidden,
             group=piece.group,
             category=piece.document.category,
             source=piece.document.source,

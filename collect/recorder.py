@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .architectures import MoeModule, find_moe_modules, left_as_they_are
 from .errors import ModelError
+from .gates import find_gates
 from .kinds import kind_named
 from .selection import SelectionWatch, wrongly_chosen
 from .topology import MoeTopology
@@ -43,12 +44,16 @@ class LayerRouting(NamedTuple):
     """Rows of each call."""
     scores: np.ndarray | None = None
     """float32 [N, E], what the router's top-k chose from; None where not recorded."""
+    hidden: np.ndarray | None = None
+    """float16 [N, H], what the router's gate saw; None where not recorded."""
 
-    def by_call(self) -> list[tuple[np.ndarray, np.ndarray, np.ndarray | None]]:
-        """Split into one (experts, weights, scores) per call, as views."""
+    def by_call(self) -> list[tuple[np.ndarray | None, ...]]:
+        """Split into one (experts, weights, scores, hidden) per call, as views."""
         bounds = np.cumsum([0, *self.calls]).tolist()
         return [
-            (self.experts[a:b], self.weights[a:b], None if self.scores is None else self.scores[a:b])
+            tuple(
+                None if part is None else part[a:b] for part in (self.experts, self.weights, self.scores, self.hidden)
+            )
             for a, b in pairwise(bounds)
         ]
 
@@ -63,6 +68,7 @@ class _Call(NamedTuple):
     ids: torch.Tensor
     weights: torch.Tensor
     scores: torch.Tensor | None
+    hidden: torch.Tensor | None
 
 
 class RoutingRecorder:
@@ -75,12 +81,14 @@ class RoutingRecorder:
     Args:
         model: a transformers model; only its experts modules are touched.
         scores: record what each router's top-k chose from, too.
+        hidden: record the hidden states that the routers' gates saw, too: 2 bytes x hidden size a token and layer.
 
     Raises:
-        ModelError: if the model has no MoE layers that can be recorded.
+        ModelError: if the model has no MoE layers that can be recorded, or a router without a gate where hidden states
+            are asked for.
     """
 
-    def __init__(self, model: nn.Module, *, scores: bool = False) -> None:
+    def __init__(self, model: nn.Module, *, scores: bool = False, hidden: bool = False) -> None:
         self.modules: list[MoeModule] = find_moe_modules(model)
         self.topology = MoeTopology(layers=tuple(item.layer for item in self.modules))
         self._model = model
@@ -88,12 +96,17 @@ class RoutingRecorder:
         self._calls: list[list[_Call]] = [[] for _ in self.modules]
         self._turns: dict[str, int] = {}  # of looped modules: calls in this forward
         self._watch = SelectionWatch() if scores else None
+        self._gates = [gate.name for gate in find_gates(model, self.modules)] if hidden else []
+        self._seen: dict[str, torch.Tensor] = {}  # by gate: its last input, until the experts are called
         if log.isEnabledFor(logging.INFO):  # looking takes 5 ms
             for name in left_as_they_are(model):
                 log.info("%s is not recorded: text does not pass it", name)
 
     def __enter__(self) -> RoutingRecorder:
         assert not self._handles, "this recorder is recording already"
+        for name in dict.fromkeys(self._gates):
+            gate = self._model.get_submodule(name)
+            self._handles.append(gate.register_forward_pre_hook(_on_call(self._see(name)), with_kwargs=True))
         for name in dict.fromkeys(item.name for item in self.modules):
             module = self._model.get_submodule(name)
             layers = [index for index, item in enumerate(self.modules) if item.name == name]
@@ -119,6 +132,7 @@ class RoutingRecorder:
     def clear(self) -> None:
         """Forget what was recorded since the last take()."""
         self._turns.clear()
+        self._seen.clear()
         for calls in self._calls:
             calls.clear()
 
@@ -141,6 +155,26 @@ class RoutingRecorder:
         finally:
             self.clear()
 
+    def _see(self, name: str) -> Note:
+        """Give what keeps a gate's input: float16, copied, so that a later change in place does not reach it."""
+
+        def see(values: Sequence[Any]) -> None:
+            self._seen[name] = values[0].detach().flatten(0, -2).to(torch.float16, copy=True)
+
+        return see
+
+    def _hidden(self, layer: int, num_rows: int) -> torch.Tensor | None:
+        """Give what the layer's gate saw before this call of its experts."""
+        if not self._gates:
+            return None
+        hidden = self._seen.pop(self._gates[layer], None)
+        if hidden is None or len(hidden) != num_rows:
+            raise ModelError(
+                f"The gate of MoE layer {layer} ({self._gates[layer]}) saw {0 if hidden is None else len(hidden)} rows "
+                f"before its experts were called with {num_rows}; record this model without hidden states."
+            )
+        return hidden
+
     def _note(self, layers: list[int], experts: nn.Module) -> Note:
         """Give what notes the calls of a module; a looped one has a layer for each call of a forward, in turn."""
         item = self.modules[layers[0]]
@@ -160,9 +194,10 @@ class RoutingRecorder:
                     f"top-{item.layer.top_k}; this family cannot be recorded."
                 )
             scores = None if self._watch is None else self._watch.scores_of(ids, item.layer.num_experts)
+            hidden = self._hidden(layers[turn], len(ids))
             # copied, so that a later change in place does not reach the record; int16 halves what waits on a device
             self._calls[layers[turn]].append(
-                _Call(ids.to(torch.int16, copy=True), weights.to(torch.float32, copy=True), scores)
+                _Call(ids.to(torch.int16, copy=True), weights.to(torch.float32, copy=True), scores, hidden)
             )
 
         return note
@@ -170,6 +205,7 @@ class RoutingRecorder:
     def _layer_routing(self, index: int) -> LayerRouting:
         calls = self._calls[index]
         scores = [call.scores for call in calls if call.scores is not None]
+        hidden = [call.hidden for call in calls if call.hidden is not None]
         if self._watch is not None:
             self._check(index, calls)
         return LayerRouting(
@@ -177,6 +213,7 @@ class RoutingRecorder:
             _joined([call.weights for call in calls]),
             tuple(len(call.ids) for call in calls),
             _joined(scores) if scores else None,
+            _joined(hidden) if hidden else None,
         )
 
     def _check(self, index: int, calls: list[_Call]) -> None:

@@ -43,7 +43,7 @@ class RowCheck:
         width = self.columns[row.stack].width
         if row.experts.ndim != 2 or row.experts.shape[1] != width or row.experts.dtype.kind not in "iu":
             return [f"its experts must be integers [tokens, {width}], got {row.experts.dtype} {row.experts.shape}"]
-        found = [*self._fields(row), *self._tokens(row), *self._weights(row)]
+        found = [*self._fields(row), *self._tokens(row), *self._weights(row), *self._hidden(row)]
         if not row.num_tokens:
             return [*found, "it has no tokens"]
         wrong = list(self._experts(row))
@@ -151,6 +151,19 @@ class RowCheck:
                 return first + layer, twice_LT[layer]
             first += num_layers
         return None, np.zeros(row.num_tokens, bool)
+
+    def _hidden(self, row: SequenceRouting) -> Iterator[str]:
+        hidden, wanted = row.hidden, (row.num_tokens, self.columns[row.stack].hidden_width)
+        if (hidden is None) == bool(self.header.hidden):
+            yield (
+                f"it has {'no ' if hidden is None else ''}hidden states, the header declares "
+                f"{self.header.hidden or 'none'}"
+            )
+        elif hidden is not None and hidden.shape != wanted:
+            yield f"its hidden states are {hidden.shape}, expected {wanted}"
+        elif hidden is not None and not np.isfinite(hidden).all():
+            token = int(np.argwhere(~np.isfinite(hidden))[0][0])
+            yield f"its hidden states are infinite or no numbers at token {token}; float16 ends at 65504"
 
     def _scores(self, row: SequenceRouting) -> Iterator[str]:
         """Hold the ids to the scores that they were chosen from; among equal scores any may be chosen."""

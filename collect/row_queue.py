@@ -82,5 +82,5 @@ class RowQueue:
 
 def num_bytes(row: SequenceRouting) -> int:
     """Count the bytes of a row's arrays and text."""
-    arrays = (row.experts, row.token_ids, row.weights, row.scores)
+    arrays = (row.experts, row.token_ids, row.weights, row.scores, row.hidden)
     return sum(array.nbytes for array in arrays if array is not None) + len(row.text or "")

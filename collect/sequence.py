@@ -42,6 +42,8 @@ class SequenceRouting:
     """float32 [T, sum of num_experts over the stack's layers]: what the top-k chose from, only where asked for."""
     text: str | None = None
     """The text itself, only where it was asked for."""
+    hidden: np.ndarray | None = None
+    """float16 [T, MoE layers of the stack * hidden size]: what the routers' gates saw, only where asked for."""
 
     @property
     def num_tokens(self) -> int:
@@ -63,6 +65,8 @@ class StackColumns(NamedTuple):
     """Layer i has the columns bounds[i]..bounds[i + 1] of experts and weights."""
     score_bounds: list[int]
     """Layer i has the columns score_bounds[i]..score_bounds[i + 1] of scores."""
+    hidden_width: int
+    """Columns of hidden states: layers x hidden size; 0 where the topology does not know the size."""
     limits_W: np.ndarray
     """Experts of the layer that each column belongs to."""
 
@@ -98,7 +102,11 @@ def columns_of(topology: MoeTopology) -> dict[Stack, StackColumns]:
         layers = topology.layers_of(stack)
         top_k, experts = zip(*((topology.layers[i].top_k, topology.layers[i].num_experts) for i in layers), strict=True)
         columns[stack] = StackColumns(
-            layers, [0, *accumulate(top_k)], [0, *accumulate(experts)], np.repeat(experts, top_k)
+            layers,
+            [0, *accumulate(top_k)],
+            [0, *accumulate(experts)],
+            len(layers) * (topology.hidden_size or 0),
+            np.repeat(experts, top_k),
         )
     return columns
 
@@ -128,6 +136,7 @@ def stored(row: SequenceRouting) -> SequenceRouting:
         token_ids=fit(row.token_ids, np.int32),
         weights=narrow(row.weights, np.float16),
         scores=narrow(row.scores, np.float32),
+        hidden=narrow(row.hidden, np.float16),
     )
 
 
@@ -146,6 +155,7 @@ def split_parts(row: SequenceRouting) -> list[SequenceRouting]:
                 token_ids=None if row.token_ids is None else row.token_ids[cut],
                 weights=None if row.weights is None else row.weights[cut],
                 scores=None if row.scores is None else row.scores[cut],
+                hidden=None if row.hidden is None else row.hidden[cut],
                 text=row.text if number == 0 else None,
             )
         )
@@ -184,5 +194,5 @@ def _joined(rows: list[SequenceRouting]) -> SequenceRouting:
 
     experts = together("experts")
     assert experts is not None
-    others = {name: together(name) for name in ("token_ids", "weights", "scores")}
+    others = {name: together(name) for name in ("token_ids", "weights", "scores", "hidden")}
     return replace(rows[0], experts=experts, **others)  # type: ignore[arg-type]

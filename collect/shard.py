@@ -52,6 +52,9 @@ SCHEMA = pa.schema(
 )
 TEXT_FIELD = pa.field("text", pa.string())  # optional columns, written only when asked for
 SCORES_FIELD = pa.field("scores", pa.list_(pa.float32()))
+HIDDEN_FIELD = pa.field("hidden", pa.list_(pa.float16()))
+MAX_ENTRIES = 2**31 - 1  # of a column in a row group: Arrow's lists count theirs in int32
+OPTIONAL_LISTS = {field.name: field.type for field in (SCORES_FIELD, HIDDEN_FIELD)}
 PLAIN = [field.name for field in SCHEMA if not pa.types.is_list(field.type)]
 WRITING: dict[str, Any] = {
     "compression": "zstd",
@@ -65,10 +68,12 @@ WRITING: dict[str, Any] = {
 Report = Callable[[int, str], None]
 
 
-def table_of(rows: Sequence[SequenceRouting], *, text: bool = False, scores: bool = False) -> pa.Table:
-    """Put rows into one Arrow table of the trace schema, with the columns of texts and scores where asked for."""
+def table_of(
+    rows: Sequence[SequenceRouting], *, text: bool = False, scores: bool = False, hidden: bool = False
+) -> pa.Table:
+    """Put rows into one Arrow table of the trace schema, with the optional columns that are asked for."""
     schema = SCHEMA
-    for wanted, optional in ((text, TEXT_FIELD), (scores, SCORES_FIELD)):
+    for wanted, optional in ((text, TEXT_FIELD), (scores, SCORES_FIELD), (hidden, HIDDEN_FIELD)):
         schema = schema.append(optional) if wanted else schema
     columns = []
     for field in schema:
@@ -79,14 +84,16 @@ def table_of(rows: Sequence[SequenceRouting], *, text: bool = False, scores: boo
     return pa.Table.from_arrays(columns, schema=schema.with_metadata({VERSION_KEY: str(FORMAT_VERSION)}))
 
 
-def write_shard(path: Path, rows: Sequence[SequenceRouting], *, text: bool = False, scores: bool = False) -> None:
+def write_shard(
+    path: Path, rows: Sequence[SequenceRouting], *, text: bool = False, scores: bool = False, hidden: bool = False
+) -> None:
     """Write rows as one Parquet shard, which appears whole or not at all.
 
     Raises:
         OSError: on a full disk, with the path filled in.
     """
     with staged_file(path) as file:
-        table = table_of(rows, text=text, scores=scores)
+        table = table_of(rows, text=text, scores=scores, hidden=hidden)
         pq.write_table(table, file, row_group_size=len(rows), **WRITING)
 
 
@@ -157,8 +164,8 @@ def _rows(
 ) -> Iterator[SequenceRouting]:
     names = [*(field.name for field in SCHEMA if not pa.types.is_list(field.type)), TEXT_FIELD.name]
     plain = {name: _plain(table, name) for name in names}
-    experts, token_ids, weights, scores = (
-        _lists(table, name) for name in ("experts", "token_ids", "weights", "scores")
+    experts, token_ids, weights, scores, hidden = (
+        _lists(table, name) for name in ("experts", "token_ids", "weights", "scores", "hidden")
     )
     for index in range(table.num_rows):
         stack, flat = plain["stack"][index], experts[index]
@@ -174,7 +181,11 @@ def _rows(
         if ids is not None and len(ids) != num_tokens:
             report(first + index, f"it lists {len(ids)} token ids and experts for {num_tokens} tokens")
             continue
-        floats = {"weights": (weights[index], own.width), "scores": (scores[index], own.score_width)}
+        floats = {
+            "weights": (weights[index], own.width),
+            "scores": (scores[index], own.score_width),
+            "hidden": (hidden[index], own.hidden_width),
+        }
         wrong = [
             name for name, (values, width) in floats.items() if values is not None and values.size != num_tokens * width
         ]
@@ -224,13 +235,18 @@ def _lists(table: pa.Table, name: str) -> list[np.ndarray | None]:
 
 
 def _type_of(name: str) -> pa.DataType:
-    return SCORES_FIELD.type if name == SCORES_FIELD.name else SCHEMA.field(name).type
+    return OPTIONAL_LISTS.get(name) or SCHEMA.field(name).type
 
 
 def _list_column(values: list[np.ndarray | None], kind: pa.ListType) -> pa.Array:
     """Build a list column from arrays without going through Python numbers."""
     dtype = kind.value_type.to_pandas_dtype()
     lengths = [0 if value is None else value.size for value in values]
+    if sum(lengths) > MAX_ENTRIES:
+        raise TraceError(
+            f"A column of {sum(lengths)} entries does not fit a shard, at most {MAX_ENTRIES} do; record shorter "
+            "sequences, or without hidden states."
+        )
     offsets = np.zeros(len(values) + 1, np.int32)
     np.cumsum(lengths, out=offsets[1:])
     known = [np.asarray(value, dtype).reshape(-1) for value in values if value is not None]

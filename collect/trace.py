@@ -36,6 +36,8 @@ MAX_WIDTH = 2**31 // PART_TOKENS  # Arrow's lists count their entries in int32
 WeightsKind = Literal["", "none", "finite", "unit", "normalized"]
 # "": the rows have no scores; selection: the input of the top-k that gave the ids
 ScoresKind = Literal["", "selection"]
+# "": the rows have no hidden states; gates: what the gates of the routers saw
+HiddenKind = Literal["", "gates"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +62,8 @@ class TraceHeader:
     """What the weights column holds; the checks hold the rows to it."""
     scores: ScoresKind = ""
     """What the scores column holds; the checks hold the rows to it. Empty where there is none."""
+    hidden: HiddenKind = ""
+    """What the column of hidden states holds; the checks hold the rows to it. Empty where there is none."""
     generation: dict[str, Any] = field(default_factory=dict)
     """Generation settings, empty for a plain forward."""
     recording: dict[str, Any] = field(default_factory=dict)
@@ -74,6 +78,8 @@ class TraceHeader:
             raise SettingError(f"weights must be one of {get_args(WeightsKind)}, got {self.weights!r}.")
         if self.scores not in get_args(ScoresKind):
             raise SettingError(f"scores must be one of {get_args(ScoresKind)}, got {self.scores!r}.")
+        if self.hidden not in get_args(HiddenKind):
+            raise SettingError(f"hidden must be one of {get_args(HiddenKind)}, got {self.hidden!r}.")
 
     def to_json(self) -> dict[str, Any]:
         """Give the header as plain JSON values."""

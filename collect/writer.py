@@ -221,5 +221,7 @@ class TraceWriter:
             raise TraceError(f"{self.path / name} is not written: {reason}; check that the routers ran.")
         for index, reason in check.repeats():
             log.warning("%s, row %s: %s; leave it out before training.", self.path / name, index, reason)
-        write_shard(self.path / name, rows, text=self.text, scores=bool(self.header.scores))
+        write_shard(
+            self.path / name, rows, text=self.text, scores=bool(self.header.scores), hidden=bool(self.header.hidden)
+        )
         self._shards += 1

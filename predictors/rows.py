@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..collect.errors import DataError
 from ..collect.topology import MoeTopology
 from ..collect.trace import SequenceRouting
 
@@ -60,7 +61,7 @@ def _joined(parts: list[SequenceRouting]) -> Iterator[SequenceRouting]:
         return
     experts = stacked("experts")
     assert experts is not None
-    others = {name: stacked(name) for name in ("token_ids", "weights", "scores")}
+    others = {name: stacked(name) for name in ("token_ids", "weights", "scores", "hidden")}
     yield replace(parts[0], experts=experts, **others)  # type: ignore[arg-type]
 
 
@@ -88,6 +89,20 @@ def ids_of(row: SequenceRouting) -> np.ndarray:
     if row.token_ids is None:
         return np.full(row.num_tokens, -1, dtype=np.int64)
     return row.token_ids.astype(np.int64)
+
+
+def hidden_of(row: SequenceRouting, topology: MoeTopology) -> np.ndarray:
+    """Give the hidden states that a row's routers saw, float16 [T, L, H].
+
+    Raises:
+        DataError: if it was recorded without them.
+    """
+    if row.hidden is None:
+        raise DataError(
+            f"Sequence {row.sequence!r} has no hidden states, and the predictor foresees layers from them; record the "
+            "trace with foregate collect --hidden, or measure another predictor."
+        )
+    return row.hidden.reshape(row.num_tokens, len(topology.layers_of(row.stack)), -1)
 
 
 def group_of(row: SequenceRouting) -> str:
