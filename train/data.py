@@ -150,8 +150,13 @@ class TraceData(L.LightningDataModule):
             block=STRETCHES,
             rank=self.trainer.global_rank if self.trainer else 0,
             world=self.trainer.world_size if self.trainer else 1,
+            position=self._steps if seed is not None and self.trainer and self.trainer.training else None,
         )
-        return ResumableLoader(chunks, batch_sampler=sampler, collate_fn=chunks.collate)
+        return ResumableLoader(chunks, sampler)
+
+    def _steps(self) -> int:
+        """Give the batches that training is through: one step each."""
+        return self.trainer.global_step if self.trainer else 0
 
     def train_dataloader(self) -> ResumableLoader:
         """Give the training batches, in another order each epoch."""

@@ -4,70 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import signal
 import tempfile
-import threading
 import time
-import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, RichProgressBar, Timer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 
 from ..collect.errors import SettingError
-from ..predictors.base import PredictorSpec
-from ..predictors.bundle import check_target
-from ..predictors.network import NetworkSettings, TokenNetwork
-from ..predictors.reuse import horizon_of
-from ..predictors.rows import statistics
+from ..predictors.bundle import Bundle, check_target
+from ..predictors.network import NetworkSettings
 from .data import TraceData
 from .export import export
-from .module import PredictorModule
+from .fit_settings import FitSettings
+from .module import NotANumber, PredictorModule
 from .split import SplitSettings
+from .starting_point import start_anew, start_from_bundle, start_where_it_stopped
 from .tracking import log_results
+from .trainer import LAST, RECALL, interruptible, leads, make_trainer, quiet
+
+__all__ = ["FitSettings", "fit", "train"]
 
 log = logging.getLogger(__name__)
-
-RECALL = "validation_recall"
-LAST = "last.ckpt"
-
-
-@dataclass(frozen=True, kw_only=True)
-class FitSettings:
-    """How long and where a predictor is trained."""
-
-    max_minutes: float = 10.0
-    """Training time over all resumed parts; export follows."""
-    max_steps: int = -1
-    """Optimizer steps; -1 for no limit."""
-    max_epochs: int = 60
-    """Passes over the training sequences."""
-    seed: int = 0
-    """Seed of weights and dropout; the split has its own."""
-    validate_steps: int = 50
-    """Steps from one validation, and checkpoint, to the next."""
-    patience: int = 12
-    """Validations without a better recall after which training stops."""
-    clip: float = 1.0
-    """Largest norm of the gradient."""
-    accelerator: str = "auto"
-    """Lightning accelerator: auto, cpu, gpu or mps."""
-    precision: str = "32-true"
-    """Lightning precision."""
-
-    def __post_init__(self) -> None:
-        for name in ("max_minutes", "max_epochs", "validate_steps", "patience", "clip"):
-            if getattr(self, name) <= 0:
-                raise SettingError(f"{name} must be positive, got {getattr(self, name)}.")
-        if self.max_steps != -1 and self.max_steps < 1:
-            raise SettingError(f"max_steps must be -1 or at least 1, got {self.max_steps}.")
 
 
 def train(
@@ -104,10 +66,13 @@ def fit(
     *,
     run_dir: Path | None = None,
     resume: bool = False,
+    init: Bundle | None = None,
     logger: Logger | None = None,
     progress: bool = False,
 ) -> dict[str, Any]:
     """Train a module, keep its best weights by validation recall, and export them to a bundle.
+
+    Under torchrun every process calls it with the same arguments; the first rank alone exports, the others get {}.
 
     Args:
         data: the trace.
@@ -115,14 +80,20 @@ def fit(
         out: folder of the bundle.
         settings: limits and seeds.
         run_dir: where checkpoints stay; a temporary folder where not given.
-        resume: go on from the last checkpoint of `run_dir`.
+        resume: go on from the last checkpoint of `run_dir`, to the weights of an uninterrupted run.
+        init: bundle whose weights training starts from; the module's network must have its settings.
         logger: where metrics and artifacts go.
         progress: show a progress bar on standard error.
 
     Returns:
         {"bundle", "family", "horizon", "metrics", "latency_ms", "steps", "train_s", "export_s"}
+
+    Raises:
+        TraceError, DataError: if the trace cannot be trained on, or the loss is no number.
+        SettingError: if there is nothing to resume, or it was another run.
+        BundleError: if `init` is of another model, or something stands at `out`.
     """
-    settings = settings or FitSettings()
+    settings, kept = settings or FitSettings(), run_dir
     check_target(Path(out))
     data.setup()
     with contextlib.ExitStack() as stack:
@@ -133,21 +104,36 @@ def fit(
             raise SettingError(
                 f"There is nothing to resume: {run_dir} has no {LAST}; leave --resume out to start anew."
             )
-        stack.enter_context(_quiet())
+        stack.enter_context(quiet())
         stack.enter_context(torch.random.fork_rng())
         torch.manual_seed(settings.seed)
+        module.seed = settings.seed
         start = time.monotonic()
-        _build(module, data)
-        trainer, best = _trainer(settings, run_dir, logger, progress)
+        if resume:
+            start_where_it_stopped(module, data, last)
+        elif init is not None:
+            start_from_bundle(module, data, init)
+        else:
+            start_anew(module, data)
+        trainer, best = make_trainer(settings, run_dir, logger, progress)
         run_dir.mkdir(parents=True, exist_ok=True)  # a place that cannot be written to is noticed before training
-        with _interruptible():
-            trainer.fit(module, datamodule=data, ckpt_path=last if resume else None, weights_only=True)
-        module = _best(trainer, module, data, best)
+        with interruptible(), _naming(last if kept else None):
+            if any(True for _ in module.network.parameters()):  # else it has learned all it can
+                trainer.fit(module, datamodule=data, ckpt_path=last if resume else None, weights_only=True)
+            module = _best(trainer, module, data, best)
         trained = time.monotonic()
-        run = {"seed": settings.seed, "steps": trainer.global_step, "seconds": round(trained - start, 1)}
+        run: dict[str, Any] = {
+            "seed": settings.seed,
+            "steps": trainer.global_step,
+            "seconds": round(trained - start, 1),
+        }
         if module.distillation is not None:
             run["distilled"] = data.has_scores  # False: the trace has no scores to learn from
-        module.cpu()
+        if init is not None:
+            run["init"] = init.path.name
+        if not leads():
+            return {}
+        module.cpu().float()
         bundle = export(module, data, out, run)
         exported = time.monotonic()
         log_results(logger, bundle.card, {"bundle": bundle.path, "checkpoint": last})
@@ -163,87 +149,6 @@ def fit(
     }
 
 
-def _build(module: PredictorModule, data: TraceData) -> None:
-    """Make the network for the data, started from the statistics of the training sequences."""
-    network = module.network_settings
-    spec = PredictorSpec(
-        family=network.family,
-        horizon=network.horizon(data.stack),
-        topology=data.header.topology,
-        stack=data.stack,
-        vocab_size=data.vocab_size,
-    )
-    found = statistics(data.rows["training"], spec.topology, spec.shape[1])
-    module.build(spec, found.token_ids, found)
-    if isinstance(module.network, TokenNetwork):
-        data.after_tokens = horizon_of(module.network.discount)
-    data.with_scores = module.distillation is not None
-    if module.distillation is not None and not data.has_scores:
-        log.warning(
-            "%s has no router scores: %s trains by cross-entropy alone, without distillation; record the trace with "
-            "--scores for both",
-            data.trace_path,
-            network.family,
-        )
-    module.data_settings = {
-        "trace": str(data.trace_path.resolve()),
-        "stack": data.stack,
-        "split": asdict(data.split),
-        "chunk_tokens": data.chunk_tokens,
-        "context_tokens": data.context_tokens,
-        "batch_tokens": data.batch_tokens,
-    }
-
-
-def _trainer(
-    settings: FitSettings, run_dir: Path, logger: Logger | None, progress: bool
-) -> tuple[L.Trainer, ModelCheckpoint]:
-    best = ModelCheckpoint(
-        run_dir,
-        filename="best",
-        monitor=RECALL,
-        mode="max",
-        save_last=True,
-        save_on_train_epoch_end=False,
-        enable_version_counter=False,
-    )
-    callbacks: list[Callback] = [
-        best,
-        Timer(duration=timedelta(minutes=settings.max_minutes), verbose=False),
-        EarlyStopping(RECALL, mode="max", patience=settings.patience),
-    ]
-    if progress:
-        callbacks.append(RichProgressBar(console_kwargs={"stderr": True}))
-    try:
-        trainer = _lightning(settings, callbacks, logger, progress)
-    except (MisconfigurationException, ValueError) as error:
-        raise SettingError(
-            f"Lightning cannot train with accelerator {settings.accelerator} and precision {settings.precision} "
-            f"({error}); give others, as cpu and 32-true."
-        ) from error
-    return trainer, best
-
-
-def _lightning(settings: FitSettings, callbacks: list[Callback], logger: Logger | None, progress: bool) -> L.Trainer:
-    return L.Trainer(
-        accelerator=settings.accelerator,
-        devices=1,
-        precision=settings.precision,  # pyright: ignore[reportArgumentType]
-        max_steps=settings.max_steps,
-        max_epochs=settings.max_epochs,
-        check_val_every_n_epoch=None,
-        val_check_interval=settings.validate_steps,
-        num_sanity_val_steps=0,
-        gradient_clip_val=settings.clip,
-        logger=logger or False,
-        log_every_n_steps=10,
-        callbacks=callbacks,
-        enable_progress_bar=progress,
-        enable_model_summary=False,
-        use_distributed_sampler=False,  # the batch sampler is ours
-    )
-
-
 def _best(trainer: L.Trainer, module: PredictorModule, data: TraceData, best: ModelCheckpoint) -> PredictorModule:
     """Give the weights with the best validation recall: the last ones, or those of the best checkpoint."""
     final = trainer.validate(module, datamodule=data, verbose=False)[0][RECALL]
@@ -256,36 +161,12 @@ def _best(trainer: L.Trainer, module: PredictorModule, data: TraceData, best: Mo
 
 
 @contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """Let Ctrl-C arrive as KeyboardInterrupt, as everywhere; Lightning makes an exit of it, and ignores the next."""
-    handler = signal.getsignal(signal.SIGINT)
+def _naming(last: Path | None) -> Iterator[None]:
+    """Say where the last good checkpoint is when the loss is no number any more."""
     try:
         yield
-    except SystemExit as error:
-        if not isinstance(error.__context__, KeyboardInterrupt):
+    except NotANumber as error:
+        if last is None or not last.is_file():
             raise
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, handler)
-        raise error.__context__ from None
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence Lightning's advertisements and its advice to start workers, which a small trace does not need."""
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            for text in (
-                ".*does not have many workers",
-                ".*number of training batches .* is smaller than the logging interval",
-                ".*Checkpoint directory .* exists and is not empty",
-                ".*treespec, LeafSpec.* is deprecated",
-            ):
-                warnings.filterwarnings("ignore", message=text)
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        text = str(error).rstrip(".")
+        raise NotANumber(f"{text}; {last} is from before it, --resume goes on from there.") from error

@@ -7,6 +7,7 @@ the row source and nothing else.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any, overload
 
 import numpy as np
@@ -73,8 +74,9 @@ def _read(name: str) -> property:
     return property(read, doc=f"The sequence's {name}, read now.")
 
 
-for _name in ("experts", "token_ids", "weights", "scores", "category", "source", "prompt_tokens", "text"):
-    setattr(LazyRow, _name, _read(_name))
+for _field in fields(SequenceRouting):
+    if _field.name not in vars(LazyRow):
+        setattr(LazyRow, _field.name, _read(_field.name))
 
 
 class Rows(Sequence[SequenceRouting]):

@@ -8,17 +8,17 @@ values only, so that they load with weights_only=True.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning as L
 import numpy as np
 import torch
-from lightning.pytorch.callbacks import Timer
 from torch import Tensor
 
 from ..collect.errors import DataError, SettingError
+from ..collect.trace import SequenceRouting
 from ..predictors.base import PredictorSpec
 from ..predictors.metrics import RecallMeter, ranks
 from ..predictors.network import BatchNetwork, LayerNetwork, Network, NetworkSettings, TokenNetwork
@@ -27,8 +27,13 @@ from ..predictors.rows import RoutingStatistics
 from ..predictors.sru_attention import SruAttentionSettings
 from .data import Batch
 from .losses import LOSSES, discounted_uses, distill_loss, distillation, reuse_loss
+from .schedule import factor, parameter_groups, progress, renew_rates
 
 KEY = "foregate"  # our entry in a Lightning checkpoint
+
+
+class NotANumber(DataError):
+    """Stop training whose loss is no number any more, before a checkpoint of it is kept."""
 
 
 class _Predicted(NamedTuple):
@@ -89,7 +94,10 @@ class PredictorModule(L.LightningModule):
             "reuse_weight": reuse_weight,
         }
         self.distillation = distillation(self.network_settings)
+        self.seed = 0  # of what each step draws
         self.data_settings: dict[str, Any] = {}  # where training data came from, kept in checkpoints for the export
+        self.sizes: dict[str, list[int]] = {}  # sequences and tokens of each part of it
+        self.seen = np.zeros(0, np.int64)  # fingerprints of sequences that a bundle it started from was trained on
         self.meter: RecallMeter | None = None
         self._network: Network | None = None
 
@@ -99,12 +107,18 @@ class PredictorModule(L.LightningModule):
         assert self._network is not None, "build() first"
         return self._network
 
-    def build(self, spec: PredictorSpec, known_ids: np.ndarray, statistics: RoutingStatistics | None = None) -> None:
-        """Make the network for a spec, started from the statistics where they are given."""
+    def build(
+        self,
+        spec: PredictorSpec,
+        known_ids: np.ndarray,
+        statistics: RoutingStatistics | None = None,
+        rows: Sequence[SequenceRouting] = (),
+    ) -> None:
+        """Make the network for a spec; with the statistics of rows, it learns from both what needs no gradients."""
         self._network = self.network_settings.build(spec, known_ids)
         self._known_ids = torch.as_tensor(known_ids, dtype=torch.int64)
         if statistics is not None:
-            self._network.warm_start(statistics)
+            self._network.learn(rows, statistics)
 
     def _predict(self, batch: Batch, stride: int) -> _Predicted:
         """Run the network over a batch, fed the true past; `stride` is that of the layer horizon."""
@@ -139,14 +153,27 @@ class PredictorModule(L.LightningModule):
 
     def training_step(self, batch: Batch, batch_index: int) -> Tensor:
         """Give the loss of a batch."""
+        # each step draws from a seed of its own, so that a resumed run draws what an uninterrupted one does
+        drawn = np.random.SeedSequence([self.seed, self.global_step, self.global_rank])
+        torch.manual_seed(int(drawn.generate_state(1, np.uint64)[0]) >> 1)
         reach = self.network.reach if isinstance(self.network, LayerNetwork) else 1
         stride = int(torch.randint(1, reach + 1, ()))
         losses = self._losses(batch, self._predict(batch, stride))
         loss = torch.stack(list(losses.values())).sum()
-        self.log("loss", loss, prog_bar=True, batch_size=len(batch.ids))
+        self._check(losses, f"of step {self.global_step + 1}")
+        shared: dict[str, Any] = {"batch_size": len(batch.ids), "sync_dist": self.trainer.world_size > 1}
+        self.log("loss", loss, prog_bar=True, **shared)
         if len(losses) > 1:
-            self.log_dict({f"loss_{name}": value for name, value in losses.items()}, batch_size=len(batch.ids))
+            self.log_dict({f"loss_{name}": value for name, value in losses.items()}, **shared)
         return loss
+
+    def _check(self, losses: Mapping[str, Tensor], when: str) -> None:
+        for name, value in losses.items():
+            if not bool(torch.isfinite(value)):
+                raise NotANumber(
+                    f"The loss ({name}) {when} is {value.item()}; make model.learning_rate, which is "
+                    f"{self.rates['learning_rate']:g}, smaller, or run foregate validate on the trace."
+                )
 
     def on_validation_epoch_start(self) -> None:
         """Start measuring."""
@@ -156,8 +183,11 @@ class PredictorModule(L.LightningModule):
         """Rank the true experts of a batch."""
         assert self.meter is not None
         found = self._predict(batch, stride=1)
-        for name, value in self._losses(batch, found).items():
-            self.log(f"validation_loss_{name}", value, batch_size=len(batch.ids))
+        losses = self._losses(batch, found)
+        self._check(losses, f"of validation after step {self.global_step}")
+        for name, value in losses.items():
+            shared = self.trainer.world_size > 1
+            self.log(f"validation_loss_{name}", value, batch_size=len(batch.ids), sync_dist=shared)
         scores = self.network.probabilities(found.routing).float().cpu().numpy()
         experts, scored = batch.experts.cpu().numpy(), batch.scored.cpu().numpy().copy()
         scored[batch.first.cpu().numpy(), 0] = False
@@ -166,45 +196,18 @@ class PredictorModule(L.LightningModule):
             self.meter.add_ranks(ranks(scores[index][kept], experts[index][kept]))
 
     def on_validation_epoch_end(self) -> None:
-        """Log recall when naming each layer's own top-k."""
+        """Log recall when naming each layer's own top-k, over the sequences of all ranks."""
         assert self.meter is not None
+        if self.trainer.world_size > 1:
+            counts = torch.from_numpy(np.sum(self.meter.counts, axis=0)).to(self.device)
+            torch.distributed.all_reduce(counts)
+            self.meter.counts = [counts.cpu().numpy()]
         self.log("validation_recall", self.meter.recall([int(k) for k in self.network.top_k_L]), prog_bar=True)
-
-    def progress(self) -> float:
-        """Give the share of the run that is over, by steps, epochs or time, whichever is furthest."""
-        trainer, shares = self.trainer, [0.0]
-        if trainer.max_steps and trainer.max_steps > 0:
-            shares.append(trainer.global_step / trainer.max_steps)
-        if trainer.max_epochs and trainer.max_epochs > 0:  # the number of batches is infinite until they are loaded
-            shares.append(trainer.global_step / (trainer.max_epochs * max(1, trainer.num_training_batches)))
-        for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
-            remaining = callback.time_remaining() if isinstance(callback, Timer) else None
-            if isinstance(callback, Timer) and remaining is not None:
-                elapsed = callback.time_elapsed()
-                shares.append(elapsed / max(elapsed + remaining, 1e-9))
-        return min(1.0, max(shares))
 
     def configure_optimizers(self) -> Any:
         """Give AdamW and a schedule that follows `progress`, so that any limit ends with a small learning rate."""
-        rates = self.rates
-        lookup, matrices, vectors = [], [], []
-        for name, parameter in self.named_parameters():
-            slow = "embedding" in name or "skip" in name  # started from counts, and prone to learn sequences by heart
-            (lookup if slow else matrices if parameter.ndim == 2 else vectors).append(parameter)
-        groups = [
-            {"params": lookup, "lr": rates["learning_rate"] * rates["lookup_share"], "weight_decay": 0.0},
-            {"params": matrices, "weight_decay": rates["weight_decay"]},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
-        optimizer = torch.optim.AdamW(groups, lr=rates["learning_rate"])
-
-        def factor(step: int) -> float:
-            done = self.progress()
-            rising = min(1.0, done / rates["warmup_share"]) if rates["warmup_share"] else 1.0
-            falling = 0.5 * (1 + math.cos(math.pi * done))
-            return max(rising * (rates["final_share"] + (1 - rates["final_share"]) * falling), 1e-3)
-
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        optimizer = torch.optim.AdamW(parameter_groups(self.named_parameters(), self.rates))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: factor(progress(self.trainer), self.rates))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -216,28 +219,50 @@ class PredictorModule(L.LightningModule):
             "spec": spec.to_json(),
             "known_ids": self._known_ids,
             "data": self.data_settings,
+            "sizes": self.sizes,
+            "seen": torch.from_numpy(self.seen),
         }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Go on with this module's rates, whatever the checkpoint's were."""
+        renew_rates(checkpoint, checkpoint[KEY]["rates"], parameter_groups([], self.rates))
 
     @classmethod
     def load(cls, path: str | Path) -> PredictorModule:
         """Rebuild a module from a checkpoint.
 
         Raises:
-            DataError: if the file is missing or no checkpoint of foregate.
+            DataError: if the file is missing or no checkpoint of foregate, or of a family that is not the one it names.
         """
+        stored, weights = read_checkpoint(path)
         try:
-            checkpoint = torch.load(Path(path), map_location="cpu", weights_only=True)
-            stored = checkpoint[KEY]
-        except Exception as error:  # what torch.load raises depends on what the file holds instead
+            spec = PredictorSpec.from_json(stored["spec"])
+            module = cls(settings_from_json(spec.family, stored["settings"]), **stored["rates"])
+            module.build(spec, stored["known_ids"].numpy())
+            module.load_state_dict(weights)
+            module.data_settings, module.sizes = stored["data"], stored["sizes"]
+            module.seen = stored["seen"].numpy()
+        except (SettingError, RuntimeError, TypeError, KeyError) as error:
+            reason = str(error).splitlines()[0].rstrip(".:")
             raise DataError(
-                f"{path} is no checkpoint of foregate train ({type(error).__name__}); name a .ckpt file of its run."
+                f"{path} holds no network that this version of foregate builds ({reason}); train it again."
             ) from error
-        spec = PredictorSpec.from_json(stored["spec"])
-        module = cls(settings_from_json(spec.family, stored["settings"]), **stored["rates"])
-        module.build(spec, stored["known_ids"].numpy())
-        module.load_state_dict(checkpoint["state_dict"])
-        module.data_settings = stored["data"]
         return module
+
+
+def read_checkpoint(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Give what a checkpoint says of its module, and the weights.
+
+    Raises:
+        DataError: if the file is missing or no checkpoint of foregate.
+    """
+    try:
+        checkpoint = torch.load(Path(path), map_location="cpu", weights_only=True)
+        return checkpoint[KEY], checkpoint["state_dict"]
+    except Exception as error:  # what torch.load raises depends on what the file holds instead
+        raise DataError(
+            f"{path} is no checkpoint of foregate train ({type(error).__name__}); name a .ckpt file of its run."
+        ) from error
 
 
 def many_hot(experts: Tensor, num_experts: int) -> Tensor:

@@ -10,7 +10,7 @@ An .npz trace is in memory as a whole anyway and counts as one row group.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,8 +22,7 @@ from ..collect.topology import Stack
 from ..collect.trace import SequenceRouting, Trace
 from ..predictors.rows import ids_of, join_parts
 
-UNREAD = ("weights", "text")  # columns that training has no use for
-ARRAYS = ("experts", "token_ids", "weights", "scores")
+UNREAD = ("weights", "text", "hidden")  # columns that training has no use for
 
 
 class _Unit(NamedTuple):
@@ -151,5 +150,5 @@ def cut(row: SequenceRouting, start: int, stop: int) -> SequenceRouting:
     """Give tokens start..stop of a row, as views."""
     if start == 0 and stop == row.num_tokens:
         return row
-    arrays = {name: getattr(row, name) for name in ARRAYS}
-    return replace(row, **{name: None if value is None else value[start:stop] for name, value in arrays.items()})
+    values = {item.name: getattr(row, item.name) for item in fields(row)}
+    return replace(row, **{n: value[start:stop] for n, value in values.items() if isinstance(value, np.ndarray)})

@@ -2,20 +2,21 @@
 
 Every epoch has each chunk exactly once and the same number of batches, so that progress and resuming can count them.
 A trace that is larger than memory is cut into stretches; an epoch draws some at random into a block that fits, goes
-through it, and draws the next. Knows lengths and places; knows no traces and no tensors.
+through it, and draws the next. Knows lengths and places; knows no traces.
 """
 
 # C chunks
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import numpy as np
+import torch
 from torch.utils.data import DataLoader, Sampler
 
 from ..collect.errors import DataError
+from .batch import Chunks
 
 JITTER = 0.2  # share by which lengths are blurred before sorting, so that batches differ between epochs
 SPARE = 0.03  # share of batches by which an unlucky epoch may need more than the plain order does
@@ -31,6 +32,8 @@ class LengthSampler(Sampler):
         stretches: number of each chunk's stretch, int64 [C]; one for all where not given.
         block: stretches that are gone through together.
         rank, world: of this process and how many share the batches.
+        position: gives how many batches of all epochs this rank is through; without it, `set_epoch` chooses the epoch
+            and each starts at its beginning.
     """
 
     def __init__(
@@ -43,10 +46,11 @@ class LengthSampler(Sampler):
         block: int = 1,
         rank: int = 0,
         world: int = 1,
+        position: Callable[[], int] | None = None,
     ) -> None:
         self.lengths, self.batch_tokens, self.seed, self.epoch = lengths, batch_tokens, seed, 0
         self.stretches = np.zeros(len(lengths), np.int64) if stretches is None else stretches
-        self.block, self.rank, self.world = block, rank, world
+        self.block, self.rank, self.world, self.position = block, rank, world, position
         if seed is not None and len(lengths) < world:
             raise DataError(
                 f"{world} processes cannot share {len(lengths)} pieces of training sequences; start at most "
@@ -55,14 +59,15 @@ class LengthSampler(Sampler):
         self._num_batches = self._count()
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of an epoch; Lightning calls it."""
+        """Choose the order of an epoch."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[list[int]]:
-        batches = self._batches()
-        if len(batches) < self.world:  # too little to share: each rank goes through all of it
-            return iter(batches)
-        return iter(batches[self.rank :: self.world])
+        epoch, before = (self.epoch, 0) if self.position is None else divmod(self.position(), len(self))
+        batches = self._batches(epoch)
+        if len(batches) >= self.world:  # else there is too little to share: each rank goes through all of it
+            batches = batches[self.rank :: self.world]
+        yield from batches[before:]
 
     def __len__(self) -> int:
         """Batches of this rank in any epoch."""
@@ -88,13 +93,13 @@ class LengthSampler(Sampler):
         starts = range(0, len(order), self.block)
         return [np.sort(np.concatenate([members[n] for n in order[at : at + self.block]])) for at in starts]
 
-    def _batches(self) -> list[list[int]]:
+    def _batches(self, epoch: int) -> list[list[int]]:
         if self.seed is None:
             blocks = self._blocks()
             return [b for part in blocks for b in _packed(part, self.lengths[part], self.lengths, self.batch_tokens)]
         jitter = JITTER
         while True:
-            rng = np.random.default_rng([self.seed, self.epoch])
+            rng = np.random.default_rng([self.seed, epoch])
             batches: list[list[int]] = []
             for part in self._blocks(rng):
                 blurred = self.lengths[part] * rng.uniform(1 - jitter, 1.0, len(part))
@@ -131,28 +136,19 @@ def _packed(chunks: np.ndarray, keys: np.ndarray, lengths: np.ndarray, batch_tok
 
 
 class ResumableLoader(DataLoader):
-    """Load batches in this process and say how far an epoch is, so that a checkpoint in its middle can go on there."""
+    """Load batches in this process; the sampler knows where to go on, so a checkpoint keeps nothing of it.
 
-    given = 0
-    resumed: tuple[int, int] = (-1, 0)
-    """Epoch and batches of it that were given before."""
+    The process's random numbers are left alone: a generator of its own gives the seed that workers would get.
+    """
 
-    def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        assert isinstance(self.batch_sampler, LengthSampler)
-        assert self.collate_fn is not None
-        epoch, before = self.resumed
-        skipped = before if epoch == self.batch_sampler.epoch else 0
-        self.given = skipped
-        for batch in list(self.batch_sampler)[skipped:]:
-            collated = self.collate_fn([self.dataset[index] for index in batch])
-            self.given += 1
-            yield collated
+    def __init__(self, chunks: Chunks, sampler: LengthSampler) -> None:
+        super().__init__(
+            chunks, batch_sampler=sampler, collate_fn=chunks.collate, generator=torch.Generator().manual_seed(0)
+        )
 
     def state_dict(self) -> dict[str, int]:
-        """Give the place in the epoch."""
-        assert isinstance(self.batch_sampler, LengthSampler)
-        return {"epoch": self.batch_sampler.epoch, "batches": self.given}
+        """Give nothing; that there is such a method tells Lightning that an epoch can go on in its middle."""
+        return {}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on at a place."""
-        self.resumed = (state["epoch"], state["batches"])
+        """Take nothing."""

@@ -7,8 +7,32 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from foregate.train import fit as fit_file
+from foregate.train.module import PredictorModule
 
 VOCAB = 40
+
+
+class Exported:
+    """Stands in for a bundle where the test is about training alone."""
+
+    card: dict = {"metrics": {}, "latency_ms": {}}  # noqa: RUF012
+
+    def __init__(self, module: PredictorModule) -> None:
+        self.spec, self.module, self.path = module.network.spec, module, None
+
+
+@pytest.fixture
+def no_export(monkeypatch) -> list[PredictorModule]:
+    """Give the modules that would have been exported."""
+    kept: list[PredictorModule] = []
+
+    def export(module, data, out, run=None):
+        kept.append(module)
+        return Exported(module)
+
+    monkeypatch.setattr(fit_file, "export", export)
+    return kept
 
 
 def write_trace(path: Path, *, sequences: int = 24, tokens: int = 40, seed: int = 0, ids: bool = True) -> Path:

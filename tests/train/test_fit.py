@@ -29,15 +29,6 @@ STEPS = FitSettings(max_steps=40, validate_steps=10, max_epochs=1000)
 RATES = {"learning_rate": 0.01}
 
 
-class _Exported:
-    """Stands in for a bundle where the test is about training alone."""
-
-    card: dict = {"metrics": {}, "latency_ms": {}}  # noqa: RUF012
-
-    def __init__(self, module: PredictorModule) -> None:
-        self.spec, self.module, self.path = module.network.spec, module, None
-
-
 def payloads(log: bytes) -> bytes:
     """Join what a W&B log holds: records of 7 header bytes and a payload, cut where a block of 32 KiB ends."""
     out, at = b"", 7
@@ -48,18 +39,6 @@ def payloads(log: bytes) -> bytes:
         length = int.from_bytes(log[at + 4 : at + 6], "little")
         out, at = out + log[at + 7 : at + 7 + length], at + 7 + length
     return out
-
-
-@pytest.fixture
-def no_export(monkeypatch) -> list[PredictorModule]:
-    kept: list[PredictorModule] = []
-
-    def export(module, data, out, run=None):
-        kept.append(module)
-        return _Exported(module)
-
-    monkeypatch.setattr(fit_file, "export", export)
-    return kept
 
 
 @pytest.fixture(scope="module")
