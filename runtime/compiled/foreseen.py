@@ -9,7 +9,7 @@ import numpy as np
 from ...collect.topology import MoeTopology
 from ..events import Events
 from ..forecast import Forecast
-from ..policies.predicted import DECAY
+from ..policies.predicted import DECAY, SURPRISE
 from .jit import compiled
 from .scores import least
 
@@ -45,23 +45,25 @@ class CompiledReplay:
             places = np.searchsorted(steps, events.steps[first:last]).clip(max=len(steps) - 1)
             rows = np.where(steps[places] == events.steps[first:last], places, -1)
         own = (self._used, self._reuse, self._value, self._state, self.misses)
-        decay, gain = np.float32(DECAY), np.float32(1.0 - DECAY)
-        _advance(*self._flat, self._offsets, rows, demand, reuse, told, decay, gain, self._capacity, first, last, *own)
+        shares = [np.float32(share) for share in (DECAY, 1.0 - DECAY, SURPRISE)]
+        _advance(*self._flat, self._offsets, rows, demand, reuse, told, *shares, self._capacity, first, last, *own)
         self._done = last
 
 
 @compiled
 def _advance(
-    experts, starts, single, layers, offsets, rows, demand, reuse, told, decay, gain, capacity, first, last,
-    used, now, value, state, misses,
+    experts, starts, single, layers, offsets, rows, demand, reuse, told, decay, gain, surprise, capacity,
+    first, last, used, now, value, state, misses,
 ):  # fmt: skip
     for event in range(first, last):
         row = rows[event - first]
         if row >= 0 and (event == first or rows[event - first - 1] != row):  # no forecast is of two blocks
             if told[row]:
-                now[:] = reuse[row]
+                value[:] = demand[row] + reuse[row]
+                now[:] = reuse[row] - surprise * demand[row]
+            else:
+                value[:] = demand[row] + now
             state[AVERAGING] = 0 if told[row] else 1
-            value[:] = demand[row] + now
             state[RUN] = 0
             state[TOLD] = 1
         elif row < 0 and state[TOLD]:
@@ -73,8 +75,8 @@ def _advance(
         low, high = offsets[layers[event]], offsets[layers[event] + 1]
         if state[AVERAGING]:
             now[low:high] *= decay
-            for index in range(begin, end):
-                now[experts[index]] += gain
+        for index in range(begin, end):
+            now[experts[index]] += gain if state[AVERAGING] else surprise
         run = min(state[RUN], low)
         value[run:high] = now[run:high]
         state[RUN] = max(state[RUN], high)

@@ -10,7 +10,7 @@ from foregate.collect.topology import MoeLayer, MoeTopology
 from foregate.runtime.cache import ExpertCache
 from foregate.runtime.forecast import Forecast
 from foregate.runtime.policies import Belady, EvictionPolicy, Lru, Predicted
-from foregate.runtime.policies.predicted import DECAY
+from foregate.runtime.policies.predicted import DECAY, SURPRISE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -44,7 +44,7 @@ def test_demand_counts_for_layers_ahead_only() -> None:
 
 
 def test_reuse_counts_for_every_layer_and_takes_the_place_of_recent_use() -> None:
-    policy = entered()
+    policy = entered(surprise=0)
     demand, reuse = values(9, 0, 0, 0, 0.5, 0, 0, 0), values(0.4, 0.1, 0.3, 0.1, 0.1, 0.2, 0.5, 0.3)
     policy.foresee(Forecast(1, demand, reuse), acting=True)
     policy.use([0, 2], 3)
@@ -54,8 +54,21 @@ def test_reuse_counts_for_every_layer_and_takes_the_place_of_recent_use() -> Non
     assert policy.victims(8, ALL) == [1, 3, 4, 5, 2, 7, 0, 6]
 
 
+def test_a_layer_that_has_run_is_corrected_by_what_it_used() -> None:
+    policy = entered(surprise=0.5)
+    demand, reuse = values(0.8, 0.2, 0.6, 0, 0.4, 0, 0, 0.2), values(0.3, 0.3, 0.3, 0.3, 0.3, 0.3, 0.3, 0.3)
+    policy.foresee(Forecast(1, demand, reuse), acting=True)
+    policy.use([1, 2], 3)
+    # layer 0: .3 - .4, .3 + .5 - .1, .3 + .5 - .3, .3; layer 1: .7 .3 .3 .5
+    assert policy.victims(8, ALL) == [0, 3, 5, 6, 2, 7, 1, 4]
+    policy.use([6], 4)
+    assert policy.victims(8, ALL)[:4] == [0, 4, 7, 3]  # layer 1: .1 .3 .8 .2
+    policy.foresee(None, acting=True)  # what was learned of the last step stays known in the next
+    assert policy.victims(8, ALL)[:4] == [0, 4, 7, 3]
+
+
 def test_a_forecast_that_comes_in_mid_step_finds_the_layers_before_it_run() -> None:
-    late, early = entered(), entered()
+    late, early = entered(surprise=0), entered(surprise=0)
     said = Forecast(1, values(1, 1, 1, 1, 1, 1, 1, 1), values(0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1))
     early.foresee(said, acting=True)
     for policy in (late, early):
@@ -66,7 +79,7 @@ def test_a_forecast_that_comes_in_mid_step_finds_the_layers_before_it_run() -> N
 
 
 def test_without_a_forecast_the_last_reuse_holds_and_the_last_demand_does_not() -> None:
-    policy = entered()
+    policy = entered(surprise=0)
     reuse = values(0.4, 0.1, 0.3, 0.2, 0.45, 0.15, 0.35, 0.25)
     policy.foresee(Forecast(1, values(0, 9, 9, 9, 0, 9, 9, 9), reuse), acting=True)
     policy.use([0], 3)
@@ -92,7 +105,7 @@ def test_it_is_lru_where_forecasts_are_not_acted_on() -> None:
 
 
 def test_scores_below_zero_rank_too() -> None:
-    policy = entered()
+    policy = entered(surprise=0)
     policy.foresee(Forecast(1, np.zeros(8, np.float32), -values(3, 1, 2, 4, 8, 5, 7, 6)), acting=True)
     policy.use([4], 3)
     assert policy.victims(8, frozenset([6])) == [4, 7, 5, 3, 0, 2, 1]
@@ -112,22 +125,23 @@ class Plain(EvictionPolicy):
         if forecast is not self.said:
             self.farthest, self.said = -1, forecast
             if forecast is not None and forecast.reuse is not None:
-                self.reuse = list(forecast.reuse)
+                self.reuse = list(forecast.reuse - np.float32(SURPRISE) * forecast.demand)
 
     def use(self, needed: Sequence[int], event: int) -> None:
         self.held |= set(needed)
         layer = self.layer_of[needed[0]]
-        if self.said is None or self.said.reuse is None:
-            for expert, of in enumerate(self.layer_of):
-                if of == layer:
-                    self.reuse[expert] *= np.float32(DECAY)
-                    self.reuse[expert] += np.float32(1 - DECAY) * (expert in needed)
+        averaging = self.said is None or self.said.reuse is None
+        for expert, of in enumerate(self.layer_of):
+            if of == layer and averaging:
+                self.reuse[expert] *= np.float32(DECAY)
+            if expert in needed:
+                self.reuse[expert] += np.float32(1 - DECAY if averaging else SURPRISE)
         self.farthest = max(self.farthest, layer)
 
     def value(self, expert: int) -> np.float32:
         if self.said is None or self.layer_of[expert] <= self.farthest:
             return self.reuse[expert]
-        return self.said.demand[expert] + self.reuse[expert]
+        return self.said.demand[expert] + (self.reuse if self.said.reuse is None else self.said.reuse)[expert]
 
     def victims(self, count: int, protected: frozenset[int]) -> list[int]:  # type: ignore[override]
         return sorted(self.held - protected, key=lambda expert: (self.value(expert), expert))[:count]
@@ -186,7 +200,7 @@ def test_with_minus_the_next_event_for_a_score_it_is_the_optimum(seed: int, capa
         return next((number for number in range(first, len(events)) if expert in events[number]), FAR)
 
     belady = ExpertCache(capacity, Belady(events))
-    predicted = ExpertCache(capacity, Predicted(UNEVEN))
+    predicted = ExpertCache(capacity, Predicted(UNEVEN, surprise=0))  # a use is no news
     for token in range(tokens):
         experts = range(UNEVEN.num_experts)
         after = values(*(-next_event(expert, (token + 1) * layers) for expert in experts))
@@ -199,7 +213,7 @@ def test_with_minus_the_next_event_for_a_score_it_is_the_optimum(seed: int, capa
 
 @pytest.mark.parametrize("count", [0, 1, 6, 7, 20])
 def test_few_and_many_victims_are_the_same_ranking(count: int) -> None:
-    policy = entered()
+    policy = entered(surprise=0)
     policy.foresee(Forecast(1, np.zeros(8, np.float32), values(3, 1, 2, 3, 1, 1, 0, 3)), acting=True)
     policy.use([7], 3)
     assert policy.victims(count, ALL) == [6, 1, 4, 5, 2, 0, 3, 7][:count]
