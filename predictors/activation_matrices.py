@@ -8,11 +8,10 @@ Knows arrays and rows of a trace; knows no predictor. scikit-learn is imported w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
-from ..collect.errors import SettingError
 from ..collect.topology import MoeTopology
 from ..collect.trace import SequenceRouting
 from .rows import dense
@@ -54,9 +53,6 @@ def collect_matrices(
     """Choose at most `capacity` matrices that stand for the rows' own: float32 [R, L, E], shares.
 
     All of them where they are few enough; else one for each cluster: the member nearest to its centre, or the centre.
-
-    Raises:
-        SettingError: if there are more rows than places, and scikit-learn, which clusters them, is not installed.
     """
     shares = row_shares(np.stack([activation_matrix(row, topology, num_experts) for row in rows]))
     if len(shares) <= capacity:
@@ -71,13 +67,8 @@ def collect_matrices(
 
 def _centres(points: np.ndarray, num_clusters: int, seed: int) -> np.ndarray:
     """Cluster points [R, X] by k-means and give the centres [num_clusters, X]."""
-    try:
-        from sklearn.cluster import KMeans, MiniBatchKMeans
-    except ImportError as error:
-        raise SettingError(
-            f"The collection has {num_clusters} places for {len(points)} sequences, and choosing among them takes "
-            "scikit-learn: pip install scikit-learn, or give a capacity of at least as many."
-        ) from error
-    kind = KMeans if len(points) < MANY else MiniBatchKMeans
+    from sklearn.cluster import KMeans, MiniBatchKMeans
+
+    kind: Any = KMeans if len(points) < MANY else MiniBatchKMeans
     found = kind(n_clusters=num_clusters, n_init=1, random_state=seed).fit(points)
     return found.cluster_centers_.astype(np.float32)

@@ -145,37 +145,43 @@ class TokenTable(Popularity):
 
 
 class LayerPair(Popularity):
-    """Name the experts that followed, one layer on, the true experts of a layer (layer horizon).
+    """Name the experts that followed, one layer on or up to `reach`, the true experts of a layer (layer horizon).
 
-    Before a token's first layer, and after a layer that used no expert, popularity.
+    Each distance has counts of its own. Before a token's first layer, and after a layer that used none, popularity.
     """
 
     name = "layer_pair"
-    reach = 1
+
+    def __init__(self, spec: PredictorSpec, reach: int = 1) -> None:
+        super().__init__(spec)
+        self.reach = reach
 
     def _fit(self, rows: list[SequenceRouting]) -> None:
         super()._fit(rows)
-        num_layers, num_experts = self.spec.shape
-        pairs = np.zeros((num_layers - 1) * num_experts**2)
-        layers = np.arange(num_layers - 1)[:, None, None] * num_experts**2
+        self.following_ = [self._following(rows, distance) for distance in range(1, self.reach + 1)]
+
+    def _following(self, rows: list[SequenceRouting], distance: int) -> np.ndarray:
+        """Give float32 [L - distance, E, E]: the share of uses of one expert that another followed so far on."""
+        num_pairs, num_experts = max(0, self.spec.shape[0] - distance), self.spec.shape[1]
+        pairs = np.zeros(num_pairs * num_experts**2)
+        layers = np.arange(num_pairs)[:, None, None] * num_experts**2
         for row in rows:
             experts = dense(row, self.spec.topology).astype(np.int64)
-            here, after = experts[:, :-1, :, None], experts[:, 1:, None, :]
+            here, after = experts[:, :num_pairs, :, None], experts[:, distance:, None, :]
             entries = layers + here * num_experts + after
             pairs += np.bincount(entries[(here >= 0) & (after >= 0)], minlength=len(pairs))
-        pairs = pairs.reshape(num_layers - 1, num_experts, num_experts)
-        uses = np.maximum(self.popularity_[:-1, :, None] * sum(row.num_tokens for row in rows), 1)
-        self.following_ = (pairs / uses).astype(np.float32)  # P(e uses layer l+1 | d used in layer l)
+        uses = np.maximum(self.popularity_[:num_pairs, :, None] * sum(row.num_tokens for row in rows), 1)
+        return (pairs.reshape(num_pairs, num_experts, num_experts) / uses).astype(np.float32)
 
     def ahead(self, layer: int, used: np.ndarray, state: object) -> np.ndarray:
-        """Give the mean of what followed each expert used in row `layer`, in row `layer + 1` of [B, L, E]."""
+        """Give in rows of [B, L, E] after `layer` the mean of what followed each expert used in row `layer`."""
         self._check()
         out = np.zeros((len(used), *self.spec.shape), dtype=np.float32)
-        if layer + 1 < len(out[0]):
-            before = used[:, layer] if layer >= 0 else np.zeros((len(used), out.shape[2]), dtype=np.float32)
-            num_used = before.sum(-1, keepdims=True)
-            mean = before @ self.following_[max(layer, 0)] / np.maximum(num_used, 1)
-            out[:, layer + 1] = np.where(num_used > 0, mean, self.popularity_[layer + 1])
+        before = used[:, layer] if layer >= 0 else np.zeros((len(used), out.shape[2]), dtype=np.float32)
+        num_used = before.sum(-1, keepdims=True)
+        for row in range(layer + 1, min(layer + 1 + self.reach, out.shape[1])):
+            mean = before @ self.following_[row - layer - 1][layer] if layer >= 0 else before
+            out[:, row] = np.where(num_used > 0, mean / np.maximum(num_used, 1), self.popularity_[row])
         return out
 
     def sequence_ahead(self, used: np.ndarray) -> np.ndarray:
@@ -183,7 +189,7 @@ class LayerPair(Popularity):
         self._check()
         before = used.swapaxes(0, 1)[:-1]  # [L - 1, T, E]
         num_used = before.sum(-1, keepdims=True)
-        mean = before @ self.following_ / np.maximum(num_used, 1)
+        mean = before @ self.following_[0] / np.maximum(num_used, 1)
         out = np.zeros(used.shape, dtype=np.float32)
         out[:, 1:] = np.where(num_used > 0, mean, self.popularity_[1:, None]).swapaxes(0, 1)
         return out
