@@ -1,4 +1,4 @@
-"""Attention with sparsemax weights: over the last W steps (as a band, or step by step over a ring), or a sequence.
+"""Attention with sparse weights: over the last W steps (as a band, or step by step over a ring), or over a sequence.
 
 Knows hidden states; knows nothing of tokens or experts. The band over a sequence equals the ring step by step.
 """
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .sparsemax import MASKED, sparsemax
+from .entmax import ATTENTION_WEIGHTS, AttentionWeights
+from .sparsemax import MASKED
 
 
 class SparseAttention(nn.Module):
@@ -23,8 +24,11 @@ class SparseAttention(nn.Module):
     The ring is one tensor [B, W, 2A + 1]: key, value and a 1 where a step was written; the newest step is last.
     """
 
-    def __init__(self, hidden_size: int, width: int, window: int | None) -> None:
+    def __init__(
+        self, hidden_size: int, width: int, window: int | None, weights: AttentionWeights = "sparsemax"
+    ) -> None:
         super().__init__()
+        self.weigh = ATTENTION_WEIGHTS[weights]
         self.width, self.window = width, window or 0
         self.query = nn.Linear(hidden_size, width)
         self.key_value = nn.Linear(hidden_size, 2 * width)
@@ -47,7 +51,7 @@ class SparseAttention(nn.Module):
         ring_BWR = torch.cat([ring_BWR[:, 1:], self._entries(x_BH)[:, None]], dim=1)
         keys, values, written = ring_BWR.split([self.width, self.width, 1], dim=-1)
         scores_BW = (keys @ self._queries(x_BH)[..., None])[..., 0] + self.age_W.flip(0)
-        weights_BW = sparsemax(torch.where(written[..., 0] > 0, scores_BW, MASKED))
+        weights_BW = self.weigh(torch.where(written[..., 0] > 0, scores_BW, MASKED))
         return self.out((weights_BW[:, None] @ values)[:, 0]), ring_BWR
 
     def band(self, x_BTH: Tensor, ring_BWR: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,7 +66,7 @@ class SparseAttention(nn.Module):
         age = positions[:, None] + window - torch.arange(2 * window, device=x_BTH.device)  # [W, 2W]
         inside = (age >= 0) & (age < window)
         scores = queries @ keys.transpose(-1, -2) + self.age_W[age.clamp(0, window - 1)]
-        weights = sparsemax(torch.where(inside & (written[..., 0] > 0)[:, :, None], scores, MASKED))
+        weights = self.weigh(torch.where(inside & (written[..., 0] > 0)[:, :, None], scores, MASKED))
         attended = (weights @ values).flatten(1, 2)[:, :num_tokens]
         return self.out(attended), entries[:, num_tokens:]
 
@@ -74,4 +78,4 @@ class SparseAttention(nn.Module):
         if causal:
             steps = torch.arange(x_BTH.shape[1], device=x_BTH.device)
             allowed = allowed & (steps[:, None] >= steps)
-        return self.out(sparsemax(torch.where(allowed, scores_BTT, MASKED)) @ values)
+        return self.out(self.weigh(torch.where(allowed, scores_BTT, MASKED)) @ values)

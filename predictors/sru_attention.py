@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..collect.errors import SettingError
 from .base import PredictorSpec
+from .entmax import AttentionWeights, check_attention_weights
 from .history import History
 from .network import BatchNetwork, Logits, Network, NetworkSettings, State, TokenNetwork
 from .reuse import ReuseHead, check_discount
@@ -42,6 +43,8 @@ class SruAttentionSettings(NetworkSettings):
     """SRU layers."""
     attention: int = 64
     """Width of the attention's keys and values."""
+    attention_weights: AttentionWeights = "sparsemax"
+    """How scores become the attention's weights: sparsemax, entmax15 or softmax."""
     window: int = 32
     """Steps that the attention of the token horizon looks back."""
     decays: tuple[float, ...] = (0.8, 0.98)
@@ -65,6 +68,7 @@ class SruAttentionSettings(NetworkSettings):
         for name in ("dropout", "forget"):
             if not 0 <= getattr(self, name) < 1:
                 raise SettingError(f"{name} must lie in [0, 1), got {getattr(self, name)}.")
+        check_attention_weights(self.attention_weights)
         check_discount(self.discount)
 
     def build(self, spec: PredictorSpec, known_ids: np.ndarray) -> Network:
@@ -81,7 +85,7 @@ class _Trunk(nn.Module):
         self.layers = nn.ModuleList(
             SruLayer(settings.hidden, hidden, bidirectional=bidirectional) for _ in range(settings.num_layers)
         )
-        self.attention = SparseAttention(settings.hidden, settings.attention, window)
+        self.attention = SparseAttention(settings.hidden, settings.attention, window, settings.attention_weights)
         self.norm = nn.LayerNorm(settings.hidden)
         self.dropout = nn.Dropout(settings.dropout)
 

@@ -35,7 +35,14 @@ SMALL = {
     "copy_layers": {"embedding": 8, "hidden": 12, "heads": 2, "attention": 4, "window": 4, "layer_width": 6},
     "eam": {"capacity": 20, "reach": 2},
     "mlp": {"embedding": 8, "hidden": 12, "window": 3},
-    "sru_attention": {"embedding": 8, "hidden": 16, "attention": 4, "window": 4, "discount": 0.8},
+    "sru_attention": {
+        "embedding": 8,
+        "hidden": 16,
+        "attention": 4,
+        "window": 4,
+        "discount": 0.8,
+        "attention_weights": "entmax15",
+    },
 }
 STACKS = ("causal", "encoder")
 
