@@ -22,23 +22,34 @@ def parser() -> Any:
     made.add_argument("checkpoint", type=str, help="a .ckpt file")
     made.add_argument("--out", type=str, required=True, help="folder of the bundle to write")
     made.add_argument("--trace", type=str, help="the trace it was trained on, where that has moved")
+    made.add_argument("--push", type=str, help="OWNER/NAME on the Hugging Face Hub to push the bundle to, too")
     add_json(made)
     return made
 
 
 def run(args: Any) -> int:
-    """Export, and print what the bundle is worth."""
+    """Export, push where asked for, and print what the bundle is worth."""
+    from ..predictors.hub import check_target, push_to_hub
+
     _check_checkpoint(Path(args.checkpoint))
+    if args.push is not None:
+        check_target(args.push)  # exporting takes a while
     from ..train.export import data_of, export
     from ..train.module import PredictorModule
 
     module = PredictorModule.load(args.checkpoint)
     bundle = export(module, data_of(module, args.trace), args.out)
+    pushed = None if args.push is None else push_to_hub(bundle, args.push)
+    card = bundle.card
     if args.json:
-        print(json.dumps({"bundle": args.out, "family": bundle.spec.family, "metrics": bundle.card["metrics"]}))
+        made = {"bundle": args.out, "family": bundle.spec.family, "metrics": card["metrics"], "pushed": pushed}
+        print(json.dumps(made))
     else:
-        recall = bundle.card["metrics"]["recall_at_k"]
+        recall = card["metrics"]["recall_at_k"]
         print(f"{args.out}: {bundle.spec.family}, recall at top-k {recall:.3f} on unseen sequences")
+        print(card["verdict"])
+        if pushed is not None:
+            print(f"Pushed: {pushed}")
     return 0
 
 

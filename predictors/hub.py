@@ -96,9 +96,7 @@ def push_to_hub(bundle: str | Path | Bundle, repo: str, *, private: bool = False
     """
     from huggingface_hub import CommitOperationAdd, HfApi
 
-    target = HubName.parse(repo)
-    if target.revision is not None:
-        raise SettingError(f"A bundle is pushed to the newest state of OWNER/NAME, got {repo!r}; leave out @REVISION.")
+    target = check_target(repo)
     opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
     contents: dict[str, Any] = {name: opened.path / name for name in _files(opened.spec.horizon)}
     contents[README] = model_card(opened.card, target.repo).encode()
@@ -108,6 +106,18 @@ def push_to_hub(bundle: str | Path | Bundle, repo: str, *, private: bool = False
         operations = [CommitOperationAdd(name, content) for name, content in contents.items()]
         done = api.create_commit(target.repo, operations, commit_message=f"Add the predictor {opened.spec.family}")
     return str(done.commit_url)
+
+
+def check_target(repo: str) -> HubName:
+    """Refuse what is no place to push a bundle to, before anything slow.
+
+    Raises:
+        SettingError: if it is no OWNER/NAME, or names a revision.
+    """
+    target = HubName.parse(repo)
+    if target.revision is not None:
+        raise SettingError(f"A bundle is pushed to the newest state of OWNER/NAME, got {repo!r}; leave out @REVISION.")
+    return target
 
 
 def _files(horizon: object) -> list[str]:

@@ -1,10 +1,11 @@
-"""From a trained module to a bundle with its card: metrics beside the free baselines, split, data, checksums.
+"""From a trained module to a bundle with its card: metrics beside the free predictors, split, data, checksums.
 
 Knows modules, data and bundles; knows nothing of the training loop.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,24 +15,37 @@ from ..predictors.base import Predictor
 from ..predictors.bundle import Bundle, check_target
 from ..predictors.bundle_writer import write_bundle
 from .data import TraceData
+from .evaluate import categories_of, sources_of
 from .module import PredictorModule
-from .report import free_baselines, measured
+from .report import headline, measured, temperatures_of
 from .split import SplitSettings
+
+KEPT_OF_FREE = ("recall_at_k", "interval", "recall_at")  # on the card, the best one aside, which is kept whole
+MOST_NAMES = 20  # sources and categories listed on the card
 
 
 def export(module: PredictorModule, data: TraceData, out: str | Path, run: dict[str, Any] | None = None) -> Bundle:
     """Write the bundle of a trained module, measured on the data's test sequences.
 
+    A temperature per horizon is fitted on the validation sequences. A predictor that does not beat what is free at its
+    horizon is exported too; its card says so.
+
     Raises:
         BundleError: if the exported graph differs from the network, or `out` is no place for a bundle.
     """
     check_target(Path(out))  # measuring takes a while
-    spec = module.network.spec
-    baselines = free_baselines(spec, data.fitting_rows, data.rows["test"])
 
     def describe(predictor: Predictor) -> dict[str, Any]:
-        metrics = measured(predictor, data.rows["test"], baselines)
-        return {"metrics": metrics, "calibration": metrics.pop("calibration")}
+        temperatures = temperatures_of(predictor, data.rows["validation"])
+        told = measured(predictor, data.rows["test"], data.fitting_rows, temperatures=temperatures, by_category=True)
+        first = headline(told)
+        return {
+            "metrics": first | {"horizons": {horizon: _short(report) for horizon, report in told.items()}},
+            "calibration": next(iter(told.values()))["calibration"],
+            "temperature": temperatures,
+            "beats_free": first["beats_free"],
+            "verdict": first["verdict"],
+        }
 
     header = data.header
     card = {
@@ -40,7 +54,8 @@ def export(module: PredictorModule, data: TraceData, out: str | Path, run: dict[
         "tokenizer_fingerprint": header.tokenizer_fingerprint,
         "training": {
             "trace": data.trace_path.name,
-            "sources": sorted({(row.source or "").rpartition(":")[0] for row in data.fitting_rows} - {""})[:20],
+            "sources": sources_of(data.fitting_rows)[:MOST_NAMES],
+            "categories": categories_of(data.fitting_rows),
             "split": asdict(data.split),
             "sequences": {part: len(rows) for part, rows in data.rows.items()},
             "tokens": {part: sum(row.num_tokens for row in rows) for part, rows in data.rows.items()},
@@ -50,6 +65,18 @@ def export(module: PredictorModule, data: TraceData, out: str | Path, run: dict[
     }
     real, trained_on = data.rows["test"], data.fitting_rows
     return write_bundle(out, module.network, card=card, describe=describe, real=real, trained_on=trained_on)
+
+
+def _short(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Keep of the free predictors what a reader compares, and all of the best; categories only where there are any."""
+    free = {
+        name: dict(figures)
+        if name == report["best_free"]
+        else {key: value for key, value in figures.items() if key in KEPT_OF_FREE}
+        for name, figures in report["free"].items()
+    }
+    known = [row for row in report["by_category"] if row["category"]]
+    return {**report, "free": free, "by_category": known}
 
 
 def data_of(module: PredictorModule, trace: str | Path | None = None) -> TraceData:

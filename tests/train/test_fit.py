@@ -56,7 +56,7 @@ def test_it_learns_and_says_how_well(trained):
     assert metrics["recall_at_k"] > max(metrics["baselines"].values()) + 0.02
     assert metrics["interval"][0] < metrics["recall_at_k"] < metrics["interval"][1]
     assert metrics["recall_at"]["2"] == metrics["recall_at_k"] <= metrics["recall_at"]["3"]
-    assert set(metrics["baselines"]) == {"random", "popularity", "previous_token", "token_table", "layer_pair"}
+    assert set(metrics["baselines"]) == {"random", "popularity", "previous_token", "token_table"}
     predictor = load_predictor(folder / "bundle")
     assert measure(predictor, data.rows["test"]).recall(own_k(predictor)) == pytest.approx(
         metrics["recall_at_k"], abs=1e-4
