@@ -120,7 +120,8 @@ class SruLayer(nn.Module):
     def _project(self, x: Tensor) -> tuple[Tensor, ...]:
         """Give candidate, forget logits and reset logits without their peepholes, and x' [..., C]."""
         columns = self.weight.view(self.input_size, self.output_size, self.num_matrices).transpose(1, 2)
-        parts = torch.split(x @ columns.reshape(self.input_size, -1), self.output_size, dim=-1)
+        product = (x @ columns.reshape(self.input_size, -1)).to(self.bias.dtype)  # gates sum up: not in half precision
+        parts = torch.split(product, self.output_size, dim=-1)
         forget_bias, reset_bias = self.bias.split(self.output_size)
         skip = parts[3] if self.num_matrices == 4 else x * self.scale_x
         return parts[0], parts[1] + forget_bias, parts[2] + reset_bias, skip
@@ -141,7 +142,7 @@ class SruLayer(nn.Module):
         """
         candidate, forget, reset, skip = self._project(x_TBD)
         if c0_BC is None:
-            c0_BC = x_TBD.new_zeros(x_TBD.shape[1], self.output_size)
+            c0_BC = self.bias.new_zeros(x_TBD.shape[1], self.output_size)
         if mask_TB is not None:
             forget = forget.masked_fill(~mask_TB[..., None], FROZEN)
         forget_peephole, reset_peephole = self.weight_c.split(self.output_size)
