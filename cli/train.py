@@ -55,6 +55,7 @@ def run(args: Any) -> int:
     from ..predictors.bundle import check_target
     from ..train.fit import fit
     from ..train.tracking import open_logger
+    from ..train.trainer import leads
 
     out = Path(args.out)
     check_target(out)
@@ -64,10 +65,12 @@ def run(args: Any) -> int:
     settings = replace(settings, max_minutes=smoke(minutes, SMOKE_MINUTES))
     run_dir = Path(args.run_dir) if args.run_dir else out.with_name(out.name + ".run")
     built.data.setup()  # a bad trace is refused before a run is opened
-    logger = open_logger(args.tracker, run_dir, out.name)
+    logger = open_logger(args.tracker, run_dir, out.name) if leads() else None
     result = fit(
         built.data, built.model, out, settings, run_dir=run_dir, resume=args.resume, logger=logger, progress=True
     )
+    if not leads():
+        return 0
     if args.json:
         print(json.dumps(result))
     else:
