@@ -8,13 +8,21 @@ from ..collect.errors import SettingError
 from .copy_attention import CopyAttentionSettings
 from .copy_layers import CopyLayersSettings
 from .eam import EamSettings
+from .lstm_sparsemax import LstmSparsemaxSettings
 from .mlp import MlpSettings
 from .network import NetworkSettings
 from .sru_attention import SruAttentionSettings
 
 FAMILIES: dict[str, type[NetworkSettings]] = {
     kind.family: kind
-    for kind in (CopyAttentionSettings, CopyLayersSettings, EamSettings, MlpSettings, SruAttentionSettings)
+    for kind in (
+        CopyAttentionSettings,
+        CopyLayersSettings,
+        EamSettings,
+        LstmSparsemaxSettings,
+        MlpSettings,
+        SruAttentionSettings,
+    )
 }
 
 

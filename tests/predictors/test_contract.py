@@ -34,6 +34,7 @@ SMALL = {
     "copy_attention": {"embedding": 8, "hidden": 12, "heads": 2, "attention": 4, "window": 4},
     "copy_layers": {"embedding": 8, "hidden": 12, "heads": 2, "attention": 4, "window": 4, "layer_width": 6},
     "eam": {"capacity": 20, "reach": 2},
+    "lstm_sparsemax": {"embedding": 8, "hidden": 12, "attention": 4, "window": 4},
     "mlp": {"embedding": 8, "hidden": 12, "window": 3},
     "sru_attention": {
         "embedding": 8,
