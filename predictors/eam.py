@@ -42,7 +42,7 @@ class EamSettings(NetworkSettings):
     """Difference of cosines at which a matrix counts e times as much as another; towards 0 the nearest alone counts."""
     decay: float = 1.0
     """Factor per token by which past uses count less; 1 matches the whole request, as in the paper. On gpt-oss 0.5
-    names 8 points more of the experts used."""
+    names 7 points more of the experts used."""
     reach: int = 4
     """Layers ahead that are predicted."""
     seed: int = 0
