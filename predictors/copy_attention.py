@@ -119,8 +119,7 @@ class CopyAttention(TokenNetwork):
     def warm_start(self, statistics: RoutingStatistics) -> None:
         """Start at the token table, corrected by frequencies and memory; the GRU starts nearly silent."""
         bias, embedding, skip = factorise(statistics, self.sizes.embedding)
-        self.embedding.table.weight.zero_()
-        self.embedding.table.weight[:-1] = embedding
+        self.embedding.start(statistics, embedding)
         self.token_skip.weight.copy_(skip)
         self.heads.weight.mul_(0.1)
         self.heads.bias.copy_(bias)

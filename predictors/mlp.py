@@ -90,8 +90,7 @@ class MlpNetwork(LayerNetwork):
     def warm_start(self, statistics: RoutingStatistics) -> None:
         """Start at the token table; the MLPs add nothing yet."""
         bias, embedding, skip = factorise(statistics, self.sizes.embedding)
-        self.embedding.table.weight.zero_()
-        self.embedding.table.weight[:-1] = embedding
+        self.embedding.start(statistics, embedding)
         self.token_skip.copy_(skip.unflatten(0, self.spec.shape).transpose(1, 2))
         self.heads.zero_()
         self.heads_bias.copy_(bias.view(self.spec.shape)[:, None])

@@ -34,6 +34,8 @@ class RoutingStatistics(NamedTuple):
     """How often each was seen, float32."""
     uses_SLE: np.ndarray
     """How often each was seen using the expert, float32."""
+    texts: tuple[str, ...] | None = None
+    """The text of every token id from 0 on, None where it is not known."""
 
 
 def join_parts(rows: Iterable[SequenceRouting]) -> Iterator[SequenceRouting]:

@@ -199,8 +199,7 @@ class SruAttentionBatch(BatchNetwork):
 def _start_at_token_table(network: SruAttentionToken | SruAttentionBatch, statistics: RoutingStatistics) -> None:
     """Let the skip from the token embedding give the token table, and the heads nothing yet."""
     bias, embedding, skip = factorise(statistics, network.sizes.embedding)
-    network.embedding.table.weight.zero_()
-    network.embedding.table.weight[:-1] = embedding
+    network.embedding.start(statistics, embedding)
     network.token_skip.weight.copy_(skip)
     network.heads.weight.zero_()
     network.heads.bias.copy_(bias)

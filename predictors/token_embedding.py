@@ -1,4 +1,4 @@
-"""Embedding of token ids for predictors: a row per id seen in training and one unknown row for every other id."""
+"""Embedding of token ids for predictors: a row per id that was seen or whose text is known, one for every other id."""
 
 # S ids seen in training, D width, L MoE layers, E experts
 
@@ -9,12 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from .rows import RoutingStatistics
+from .token_texts import embed_texts
 
+BY_TEXT = 0.8  # of the ids that are forgotten in training and whose texts are known
 SMOOTHING = 4.0  # tokens' worth of popularity mixed into a token's own counts; 2 to 8 differ by < .002 recall
 
 
 class TokenEmbedding(nn.Module):
-    """Embed token ids; ids that were not seen, negative ids and ids beyond the vocabulary share the last row."""
+    """Embed token ids; ids that are not known, negative ids and ids beyond the vocabulary share the last row.
+
+    Known are ids that training saw, and others whose texts are known: `spelt` holds what follows from the texts alone.
+    """
 
     def __init__(self, vocab_size: int, known_ids: np.ndarray, width: int) -> None:
         super().__init__()
@@ -23,17 +28,41 @@ class TokenEmbedding(nn.Module):
         rows[known] = torch.arange(len(known))
         self.vocab_size, self.unknown = vocab_size, len(known)
         self.rows: Tensor
+        self.spelt: Tensor
         self.register_buffer("rows", rows)
         self.table = nn.Embedding(len(known) + 1, width)
+        self.register_buffer("spelt", torch.zeros(len(known) + 1, width))
         nn.init.normal_(self.table.weight, std=0.02)
 
+    @torch.no_grad()
+    def start(self, statistics: RoutingStatistics, embedding_SD: Tensor) -> None:
+        """Start at the embeddings of the ids that were seen, and at what their texts say of the others."""
+        self.table.weight.zero_()
+        self.spelt.zero_()
+        seen = self.rows[torch.as_tensor(statistics.token_ids)]
+        if statistics.texts is not None:
+            found = embed_texts(statistics.texts, statistics.token_ids, embedding_SD.numpy(), statistics.counts_S)
+            written = self.rows[: len(statistics.texts)]
+            self.spelt[written] = torch.from_numpy(found.of_all[: len(written)])
+            self.table.weight.copy_(self.spelt)
+            self.spelt[seen] = torch.from_numpy(found.of_seen)
+            self.spelt[self.unknown] = self.table.weight[self.unknown] = 0
+        self.table.weight[seen] = embedding_SD
+
     def forward(self, ids: Tensor, forget: float = 0.0) -> Tensor:
-        """Embed ids [...] to [..., D]; a share `forget` of them is taken for unknown, so that its row is trained."""
+        """Embed ids [...] to [..., D]; a share `forget` of them is taken for ids that were never seen.
+
+        Most of those are embedded by their texts, the others, and all where texts are not known, by the unknown row.
+        """
         known = (ids >= 0) & (ids < self.vocab_size)
         rows = self.rows[torch.where(known, ids, self.vocab_size)]
-        if forget > 0:
-            rows = rows.masked_fill(torch.rand(rows.shape, device=rows.device) < forget, self.unknown)
-        return self.table(rows)
+        if forget <= 0:
+            return self.table(rows)
+        draws = torch.rand(rows.shape, device=rows.device)
+        spelt = self.spelt[rows]
+        by_text = (draws < BY_TEXT * forget) & spelt.any(-1)
+        embedded = self.table(rows.masked_fill(draws < forget, self.unknown))
+        return torch.where(by_text[..., None], spelt, embedded)
 
 
 @torch.no_grad()
