@@ -11,6 +11,7 @@ from .eam import EamSettings
 from .lstm_sparsemax import LstmSparsemaxSettings
 from .mlp import MlpSettings
 from .network import NetworkSettings
+from .routing_path import RoutingPathSettings
 from .sru_attention import SruAttentionSettings
 
 FAMILIES: dict[str, type[NetworkSettings]] = {
@@ -21,6 +22,7 @@ FAMILIES: dict[str, type[NetworkSettings]] = {
         EamSettings,
         LstmSparsemaxSettings,
         MlpSettings,
+        RoutingPathSettings,
         SruAttentionSettings,
     )
 }

@@ -36,6 +36,7 @@ SMALL = {
     "eam": {"capacity": 20, "reach": 2},
     "lstm_sparsemax": {"embedding": 8, "hidden": 12, "attention": 4, "window": 4},
     "mlp": {"embedding": 8, "hidden": 12, "window": 3},
+    "routing_path": {"hidden": 8, "feed_forward": 12, "encoder_layers": 2, "heads": 2, "window": 4},
     "sru_attention": {
         "embedding": 8,
         "hidden": 16,
