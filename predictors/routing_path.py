@@ -127,8 +127,7 @@ class _Transformer(nn.Module):
     def warm_start(self, statistics: RoutingStatistics) -> None:
         """Start near the token table; attention and feed-forward parts add nothing yet."""
         bias, embedding, skip = factorise(statistics, self.embedding.table.embedding_dim)
-        self.embedding.table.weight.zero_()
-        self.embedding.table.weight[:-1] = embedding
+        self.embedding.start(statistics, embedding)
         self.heads.weight.copy_(skip)
         self.heads.bias.copy_(bias)
         for attention in self.attentions:
