@@ -11,6 +11,8 @@ from ..runtime.report import Section, settings_section, write_sections
 from . import evaluation_figures as figures
 from . import evaluation_table as tables
 
+MOST_NOTES = 3  # of an import, those that cast doubt on figures; the values have all
+
 
 def write_evaluation(path: Path, values: dict[str, Any]) -> None:
     """Write the HTML report of what `foregate evaluate` found; the values are inside, as JSON with the id "data"."""
@@ -49,6 +51,8 @@ def summary(values: dict[str, Any]) -> list[str]:
             "With 25 % of the experts in the cache, eviction by its forecasts goes "
             f"{100 * values['recovered_share']:.1f} % of the way from LRU's misses to the fewest possible."
         )
+    doubts = [note["sentence"] for note in values["notes"] if note["kind"] != "remark"]
+    lines += [f"Note of the import, which these figures do not heed: {sentence}" for sentence in doubts[:MOST_NOTES]]
     return lines
 
 

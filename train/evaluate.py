@@ -38,7 +38,7 @@ def evaluate(
     Returns:
         {"horizons": {HORIZON: see `report.measured`}, what `report.headline` gives, "recovered_share", "latency_ms"
         {"p50", "p99"} here and "latency_at_export_ms", "domain" ("in" or "out"), "domain_reason", "left_out",
-        "baselines_fitted_on"}
+        "baselines_fitted_on", "notes" of the trace's import}
 
     Raises:
         BundleError: if the bundle is damaged, made for another topology, or gives nan.
@@ -85,6 +85,7 @@ def evaluate(
         "domain_reason": reason,
         "left_out": len(seen),
         "baselines_fitted_on": "sequences of this trace that training saw" if seen else "the other half of this trace",
+        "notes": [note.to_json() for note in source.header.notes],
     }
 
 

@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from foregate.cli.evaluation_page import summary, write_evaluation
 from foregate.cli.main import main
 from foregate.collect.errors import BundleError, DataError, SettingError
+from foregate.predictors import hub
 from foregate.predictors.base import PredictorSpec
 from foregate.predictors.baselines import TokenTable
 from foregate.predictors.bundle import Bundle, seal
@@ -184,6 +186,23 @@ def test_the_command(bundle, with_categories, tmp_path, capsys, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
 
 
+def test_a_bundle_may_stand_on_a_hub(bundle, with_categories, capsys, monkeypatch):
+    asked = []
+    monkeypatch.setattr(hub, "from_hub", lambda name: asked.append(name) or Bundle.open(bundle))
+    assert main(["evaluate", "hub:me/small@v1", str(with_categories), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["bundle"] == "hub:me/small@v1"
+    assert asked == ["hub:me/small@v1"]
+
+
+def test_notes_that_cast_doubt_are_told(report):
+    notes = [{"kind": "remark", "sentence": "fine."}, {"kind": "tokens_apart", "sentence": "tokens ran together."}]
+    lines = summary({**report, "trace": "t", "notes": notes})
+    assert [line for line in lines if "Note" in line] == [
+        "Note of the import, which these figures do not heed: tokens ran together."
+    ]
+    assert report["notes"] == []
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """Start a headless Chromium, or skip where there is none."""
@@ -212,8 +231,6 @@ def browser() -> Iterator[Any]:
 
 
 def test_a_browser_shows_the_page(browser, report, tmp_path):
-    from foregate.cli.evaluation_page import write_evaluation
-
     values = {"bundle": "<b>", "trace": "</script><img src=x>", **report}
     write_evaluation(tmp_path / "page.html", values)
     browser.get((tmp_path / "page.html").as_uri())
