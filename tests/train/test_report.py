@@ -13,6 +13,7 @@ from foregate.predictors.base import PredictorSpec
 from foregate.predictors.baselines import BASELINES, LayerPair, PreviousToken, TokenTable
 from foregate.predictors.rows import dense, join_parts, many_hot
 from foregate.predictors.scoring import measure, own_k
+from foregate.predictors.tally import Tally
 from foregate.train.misses import capacity_of, missed_by_lru
 from foregate.train.report import headline, measured, temperatures_of
 
@@ -184,3 +185,11 @@ def test_recall_of_misses_counts_only_what_was_absent(rows, spec):
         "misses": misses,
         "recall_at_k": pytest.approx(hits / misses, abs=1e-5),
     }
+
+
+@pytest.mark.parametrize(("low", "beats"), [(-0.001, False), (0.0, False), (0.001, True)])
+def test_a_gain_counts_where_its_whole_interval_does(low, beats, rows, spec, monkeypatch):
+    monkeypatch.setattr(Tally, "gain", lambda *_: (0.01, (low, 0.02)))
+    report = measured(PreviousToken(spec).fit(rows[:12]), rows[12:], rows[:12])["token"]
+    assert report["beats_free"] is beats
+    assert report["gain_interval"] == [low, 0.02]
