@@ -1,7 +1,8 @@
 """Measure one part of foregate on this machine.
 
 A benchmark is a file of runtime/bench/ with a settings class, `bench(settings)` that gives a JSON value with "arms" and
-"machine", and `describe(result)` that says it in lines. It joins by one entry of BENCHMARKS.
+"machine", and `describe(result)` that says it in lines. It joins by one entry of BENCHMARKS. Those of train/bench/ may
+not look into the runtime, so they are told the machine: `bench(settings, machine)`.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from typing import Any
 
 from .options import settings_from, settings_parser
 
-# file of runtime/bench/: its settings class
-BENCHMARKS: dict[str, str] = {
-    "hardware": "HardwareBench",
-    "record": "RecordBench",
-    "simulate": "SimulateBench",
+# name: the package that its file is in, and its settings class
+BENCHMARKS: dict[str, tuple[str, str]] = {
+    "hardware": ("runtime", "HardwareBench"),
+    "predictors": ("train", "PredictorsBench"),
+    "record": ("runtime", "RecordBench"),
+    "simulate": ("runtime", "SimulateBench"),
 }
 
 
@@ -42,14 +44,22 @@ def run(args: Any) -> int:
     """Run the benchmark and print its numbers."""
     name = args.benchmark
     values = args[name]
-    result = _module(name).bench(settings_from(values, _settings(name)))
+    result = _bench(name, settings_from(values, _settings(name)))
     print(json.dumps(result) if values.json else _module(name).describe(result))
     return 0
 
 
+def _bench(name: str, settings: Any) -> dict[str, Any]:
+    if BENCHMARKS[name][0] == "runtime":
+        return _module(name).bench(settings)
+    from ..runtime.bench.machine import machine
+
+    return _module(name).bench(settings, machine())
+
+
 def _module(name: str) -> ModuleType:
-    return importlib.import_module(f"..runtime.bench.{name}", __package__)
+    return importlib.import_module(f"..{BENCHMARKS[name][0]}.bench.{name}", __package__)
 
 
 def _settings(name: str) -> type:
-    return getattr(_module(name), BENCHMARKS[name])
+    return getattr(_module(name), BENCHMARKS[name][1])

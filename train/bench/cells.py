@@ -1,0 +1,147 @@
+"""Cells of a table of trainings: one trace, one config, one length, one seed; stored, so that a stopped run goes on.
+
+A cell is trained and evaluated by the program's own commands, each in a process of its own. Knows folders and JSON;
+knows no predictor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ...collect.errors import DataError
+from ...collect.staging import staged_file
+from ...configs import find_config
+
+log = logging.getLogger(__name__)
+
+BUNDLE, RUN, RESULT = "bundle", "run", "cell.json"
+BLOCK = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """Name one training and its evaluation."""
+
+    label: str
+    """The trace in words, as it stands in tables and folder names."""
+    trace: Path
+    """Trace that is trained on."""
+    config: str
+    """Name of a packaged config."""
+    minutes: float
+    """Longest training."""
+    seed: int
+    """Seed of weights and dropout; the split's own stays 0."""
+    options: tuple[str, ...] = ()
+    """Further words for `foregate train`."""
+    evaluated: Path | None = None
+    """Trace that is evaluated on; the same by default."""
+
+    @property
+    def name(self) -> str:
+        """Folder of the cell."""
+        return f"{self.label}.{self.config}.{self.minutes:g}min.seed{self.seed}"
+
+
+def run_cell(cell: Cell, folder: Path, machine: dict[str, Any]) -> dict[str, Any]:
+    """Give a cell's result: the stored one, or train (or go on training) and evaluate.
+
+    Args:
+        folder: where cells are kept, each in a folder of its own.
+        machine: what the result says of where it was made.
+
+    Returns:
+        {"cell", "inputs", "machine", "train", "evaluation"}, the last two as the two commands print them
+
+    Raises:
+        DataError: if a command fails, or the stored cell is of another trace or config.
+    """
+    own = folder / cell.name
+    inputs = _inputs(cell)
+    stored = read_cell(own)
+    if stored is not None:
+        if stored["inputs"] != inputs:
+            raise DataError(
+                f"{own} was made from another trace, config or options; remove the folder to train it again, or name "
+                "another one by --cells."
+            )
+        log.info("%s: stored", cell.name)
+        return stored
+    own.mkdir(parents=True, exist_ok=True)
+    trained = own / "train.json"
+    if not trained.is_file():
+        log.info("%s: training", cell.name)
+        _write(trained, _foregate(_training(cell, own)))
+    log.info("%s: evaluating", cell.name)
+    evaluation = _foregate(["evaluate", str(own / BUNDLE), str(cell.evaluated or cell.trace)])
+    result = {
+        "cell": {**asdict(cell), "trace": cell.trace.name, "evaluated": (cell.evaluated or cell.trace).name},
+        "inputs": inputs,
+        "machine": machine,
+        "train": json.loads(trained.read_text(encoding="utf-8")),
+        "evaluation": evaluation,
+    }
+    for part in ("train", "evaluation"):
+        for key in ("bundle", "trace"):  # where it lay on this machine
+            result[part].pop(key, None)
+    _write(own / RESULT, result)
+    return result
+
+
+def read_cell(folder: Path) -> dict[str, Any] | None:
+    """Read a stored cell, None where there is none."""
+    path = folder / RESULT
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def _training(cell: Cell, own: Path) -> list[str]:
+    """Give the words of the training command, which goes on where an earlier one stopped."""
+    resume = ["--resume", "true"] if (own / RUN / "last.ckpt").is_file() and not (own / BUNDLE).exists() else []
+    return [
+        "train",
+        *("--config", cell.config, "--trace", str(cell.trace), "--out", str(own / BUNDLE)),
+        *("--run-dir", str(own / RUN), "--max-minutes", str(cell.minutes), "--fit.seed", str(cell.seed)),
+        *("--tracker", "csv"),
+        *cell.options,
+        *resume,
+    ]
+
+
+def _foregate(words: list[str]) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-m", "foregate.cli", *words, "--json"], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise DataError(f"foregate {' '.join(words)} failed: {done.stderr.strip()[-400:]}")
+    return json.loads(done.stdout)
+
+
+def _inputs(cell: Cell) -> dict[str, Any]:
+    """Say what a result depends on, by content."""
+    return {
+        "trace": _digest(cell.trace),
+        "config": _digest(find_config("train", cell.config)),
+        "options": list(cell.options),
+    }
+
+
+def _digest(path: Path) -> str:
+    """Hash a trace: its file, or the files of its folder."""
+    digest = hashlib.sha256()
+    for file in [path] if path.is_file() else sorted(path.glob("*.*")):
+        with file.open("rb") as opened:
+            while block := opened.read(BLOCK):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def _write(path: Path, value: dict[str, Any]) -> None:
+    with staged_file(path) as file:
+        file.write((json.dumps(value, indent=1) + "\n").encode())

@@ -1,0 +1,140 @@
+"""What every family is worth on real routing: train each on each trace, evaluate it, and write the page of results.
+
+Cells are stored one by one; a run that is stopped goes on where it was. Knows traces and configs by name; what a family
+is, only its config knows.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...collect.errors import DataError, SettingError
+from ...collect.smoke import smoke
+from ...configs import config_names, find_config
+from .cells import Cell, read_cell, run_cell
+from .results_page import results_page
+
+TRACES = {
+    "mixtral": "mixtral-8x7b-instruct_mtbench.npz",
+    "gpt-oss": "gpt-oss-20b_mixed.npz",
+    "deepseek": "deepseek-v2-lite-chat_puffin.npz",
+}
+CAUSAL = ("copy_attention", "copy_layers", "sru_attention", "lstm_sparsemax", "mlp", "routing_path", "eam")
+SMOKE_MINUTES = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictorsBench:
+    """Train every family on every trace and say what each is worth, beside what is free."""
+
+    traces: str = ",".join(TRACES)
+    """Traces, with commas: names of those under FOREGATE_SHARED (../shared by default), or paths."""
+    families: str = ",".join(CAUSAL)
+    """Packaged configs of foregate train, with commas."""
+    minutes: float = 8.0
+    """Longest training of a cell."""
+    seed: int = 0
+    """Seed of weights and dropout."""
+    cells: str = "runs/predictors"
+    """Folder where results are kept; cells that are there already are not trained again."""
+    page: str | None = None
+    """Markdown page to write from all cells of the folder, as docs/results.md."""
+    stored_only: bool = False
+    """Train nothing: write the page from what is there."""
+
+    def __post_init__(self) -> None:
+        if self.minutes <= 0:
+            raise SettingError(f"minutes must be positive, got {self.minutes}.")
+        for name in self.named(self.families):
+            try:
+                find_config("train", name)
+            except ValueError as error:
+                raise SettingError(
+                    f"families must be configs of {', '.join(config_names('train'))}, got {name!r}."
+                ) from error
+
+    @staticmethod
+    def named(words: str) -> list[str]:
+        """Split words at commas."""
+        return [word.strip() for word in words.split(",") if word.strip()]
+
+
+def bench(settings: PredictorsBench, machine: dict[str, Any]) -> dict[str, Any]:
+    """Train and evaluate what is not stored, and give all cells of the folder.
+
+    Returns:
+        {"arms": {CELL: {"trace", "family", "recall", "interval", "best_free", "recovered_share", ...}}, "machine",
+        "page"}
+
+    Raises:
+        DataError: if a trace is not there, or a command fails.
+    """
+    folder = Path(settings.cells)
+    for cell in [] if settings.stored_only else _cells(settings):
+        run_cell(cell, folder, machine)
+    results = [found for own in sorted(folder.glob("*/")) if (found := read_cell(own)) is not None]
+    if not results:
+        raise DataError(f"{folder} holds no results; run foregate bench predictors without --stored-only first.")
+    if settings.page is not None:
+        Path(settings.page).write_text(results_page(results), encoding="utf-8")
+    return {"arms": {_name(found): _arm(found) for found in results}, "machine": machine, "page": settings.page}
+
+
+def describe(result: dict[str, Any]) -> str:
+    """Say what each cell reached, one line each."""
+    lines = []
+    for name, arm in result["arms"].items():
+        share = arm["recovered_share"]
+        recovered = "" if share is None else f", recovers {share:.3f} of the gap"
+        parts = [f"{horizon} {value:.3f} (free {arm['free'][horizon]:.3f})" for horizon, value in arm["recall"].items()]
+        lines.append(f"{name}: recall {', '.join(parts)}{recovered}, {arm['latency_ms']['p50']:.2f} ms a step")
+    return "\n".join(lines)
+
+
+def _cells(settings: PredictorsBench) -> list[Cell]:
+    shared = Path(os.environ.get("FOREGATE_SHARED", "../shared")) / "traces"
+    cells = []
+    for trace in settings.named(settings.traces):
+        path = shared / TRACES[trace] if trace in TRACES else Path(trace)
+        if not path.exists():
+            raise DataError(
+                f"There is no trace {path}; name one, or set FOREGATE_SHARED to the folder that has traces/."
+            )
+        label = trace if trace in TRACES else path.stem
+        cells += [
+            Cell(
+                label=label,
+                trace=path,
+                config=config,
+                minutes=smoke(settings.minutes, SMOKE_MINUTES),
+                seed=settings.seed,
+            )
+            for config in settings.named(settings.families)
+        ]
+    return cells
+
+
+def _name(result: dict[str, Any]) -> str:
+    cell = result["cell"]
+    return f"{cell['label']}.{cell['config']}.{cell['minutes']:g}min.seed{cell['seed']}"
+
+
+def _arm(result: dict[str, Any]) -> dict[str, Any]:
+    evaluation, train = result["evaluation"], result["train"]
+    horizons = evaluation["horizons"]
+    return {
+        "trace": result["cell"]["label"],
+        "family": evaluation["family"],
+        "recall": {name: told["recall_at_k"] for name, told in horizons.items()},
+        "interval": {name: told["interval"] for name, told in horizons.items()},
+        "free": {name: max(told["baselines"].values(), default=0.0) for name, told in horizons.items()},
+        "best_free": evaluation["best_free"],
+        "beats_free": evaluation["beats_free"],
+        "recovered_share": evaluation["recovered_share"],
+        "latency_ms": evaluation["latency_ms"],
+        "train_s": train.get("train_s"),
+        "steps": train.get("steps"),
+    }
