@@ -1,7 +1,8 @@
 """Simple Recurrent Unit (Lei et al. 2018) in plain torch, a twin of SRUCell of `sru` 2.6.0: equal parameters.
 
-Knows sequences and padding; knows nothing of tokens, experts or the `sru` package. With x' = scale * x, or where the
-widths differ a fourth projection of x (whose initial weights carry the scale):
+Knows sequences and padding; knows nothing of tokens or experts. Whole sequences on a CUDA device go through the kernel
+of the package where it runs (`sru_kernel`); all else, and every export, is computed here. With x' = scale * x, or where
+the widths differ a fourth projection of x (whose initial weights carry the scale):
     f_t = sigmoid(W_f x_t + v_f * c_{t-1} + b_f)        c_t = f_t * c_{t-1} + (1 - f_t) * (W x_t)
     r_t = sigmoid(W_r x_t + v_r * c_{t-1} + b_r)        h_t = r_t * c_t + (1 - r_t) * x'_t
 All products with x run over the whole sequence at once. What is left of the recurrence is elementwise: three small
@@ -13,11 +14,14 @@ operations a step forward, one a step backward; both directions of a bidirection
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from .sru_kernel import Sizes, choose_kernel
 
 FROZEN = 1e4  # forget logit of padding: its sigmoid is exactly 1, so the cell keeps its state through padding
 
@@ -140,6 +144,14 @@ class SruLayer(nn.Module):
 
         `mask_TB` is False on padding, where the cell keeps its state and the hidden state is 0.
         """
+        if not torch.compiler.is_exporting() and (kernel := choose_kernel(x_TBD.device, _by_torch)):
+            weights = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+            sizes = (self.input_size, self.hidden_size, self.bidirectional)
+            return kernel.run(sizes, weights, x_TBD, c0_BC, mask_TB)
+        return self.run(x_TBD, c0_BC, mask_TB)
+
+    def run(self, x_TBD: Tensor, c0_BC: Tensor | None = None, mask_TB: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Run a sequence in plain torch, whatever the device."""
         candidate, forget, reset, skip = self._project(x_TBD)
         if c0_BC is None:
             c0_BC = self.bias.new_zeros(x_TBD.shape[1], self.output_size)
@@ -162,3 +174,16 @@ class SruLayer(nn.Module):
         next_BC = c_BC * gate + candidate * (1 - gate)
         gate = torch.sigmoid(reset + c_BC * reset_peephole)
         return next_BC * gate + skip * (1 - gate), next_BC
+
+
+def _by_torch(sizes: Sizes, weights: Mapping[str, Tensor], x_TBD: Tensor, mask_TB: Tensor) -> tuple[Tensor, Tensor]:
+    """Run a layer of these sizes and parameters in plain torch."""
+    input_size, hidden_size, bidirectional = sizes
+    layer = _Plain(input_size, hidden_size, bidirectional=bidirectional)
+    return torch.func.functional_call(layer, dict(weights), (x_TBD, None, mask_TB))
+
+
+class _Plain(SruLayer):
+    """An SRU layer that never asks for the package."""
+
+    forward = SruLayer.run
