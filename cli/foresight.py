@@ -73,14 +73,17 @@ def open_foresight(path: str, trace: Trace, how: Reading) -> Foresight:
         BundleError: if it is none, damaged, or made for another model.
         SettingError: if it cannot foresee such a reading.
     """
-    wrong = require_kind(path, "card.json", "give a folder written by foregate train.")
+    from ..predictors.hub import local_bundle
+
+    folder = local_bundle(path)
+    wrong = require_kind(folder, "card.json", "give a folder written by foregate train.")
     if wrong is not None:
         raise BundleError(wrong)
     from ..predictors.bundle import Bundle, load_predictor
     from ..predictors.rows import join_parts
     from ..runtime.foresight import Unseen, check_foresight
 
-    bundle = Bundle.open(path)
+    bundle = Bundle.open(folder)
     check_foresight(bundle.spec, how)
     bundle.require(trace.topology, trace.header.model_fingerprint)
     rows = Unseen(join_parts(trace), bundle.spec, bundle.training_sequences())

@@ -27,7 +27,7 @@ class RuntimeConfig:
     budget: int | str | None = None
     """Bytes to hold them in, instead of `slots`: a number, or text such as 512MiB or 2GiB."""
     predictor: str | None = None
-    """Predictor bundle; none reads on demand only."""
+    """Predictor bundle, a folder or hub:OWNER/NAME[@REVISION]; none reads on demand only."""
     mode: Mode = "auto"
     """off ignores the predictor, observe scores it, enforce acts on it, auto acts while it pays."""
     threads: int = 2

@@ -150,9 +150,11 @@ class Foregate:
         if config.predictor is None or config.mode == "off":
             return None
         from ..predictors.bundle import Bundle, load_predictor  # brings onnxruntime, which other users do not need
+        from ..predictors.hub import local_bundle
 
-        Bundle.open(config.predictor).require(store.topology, store.fingerprint)
-        return load_predictor(config.predictor)
+        bundle = Bundle.open(local_bundle(config.predictor))
+        bundle.require(store.topology, store.fingerprint)
+        return load_predictor(bundle)
 
     def _engine(self, held: int, clock: SystemClock) -> ExpertEngine:
         config, topology = self.config, self.store.topology
