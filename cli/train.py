@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..collect.errors import SettingError
 from ..collect.smoke import smoke
 from .options import add_config, add_json, spell_flags
 
@@ -36,6 +37,7 @@ def parser() -> Any:
     made.add_argument("--max_minutes", type=float, help="training time; export follows (short for fit.max_minutes)")
     made.add_argument("--run_dir", type=str, help="folder of checkpoints and metrics; OUT.run by default")
     made.add_argument("--resume", type=bool, default=False, help="go on from the last checkpoint of the run folder")
+    made.add_argument("--init", type=str, help="a bundle that training goes on from; its network is taken as it is")
     made.add_argument(
         "--tracker", type=Tracker, default="wandb", help="where metrics go; wandb is offline unless WANDB_MODE says"
     )
@@ -52,7 +54,7 @@ def parser() -> Any:
 
 def run(args: Any) -> int:
     """Train, export, and print what the bundle is worth."""
-    from ..predictors.bundle import check_target
+    from ..predictors.bundle import Bundle, check_target
     from ..train.fit import fit
     from ..train.tracking import open_logger
     from ..train.trainer import leads
@@ -64,11 +66,12 @@ def run(args: Any) -> int:
     minutes = settings.max_minutes if args.max_minutes is None else args.max_minutes
     settings = replace(settings, max_minutes=smoke(minutes, SMOKE_MINUTES))
     run_dir = Path(args.run_dir) if args.run_dir else out.with_name(out.name + ".run")
+    init = None if args.init is None else Bundle.open(args.init)
+    module = built.model if init is None else _continued(built.model, init)
     built.data.setup()  # a bad trace is refused before a run is opened
-    logger = open_logger(args.tracker, run_dir, out.name) if leads() else None
-    result = fit(
-        built.data, built.model, out, settings, run_dir=run_dir, resume=args.resume, logger=logger, progress=True
-    )
+    logger = open_logger(args.tracker, run_dir, out.name, resume=args.resume) if leads() else None
+    places: dict[str, Any] = {"run_dir": run_dir, "resume": args.resume, "init": init}
+    result = fit(built.data, module, out, settings, **places, logger=logger, progress=True)
     if not leads():
         return 0
     if args.json:
@@ -81,3 +84,21 @@ def run(args: Any) -> int:
         for name, value in sorted(metrics["baselines"].items(), key=lambda item: -item[1]):
             print(f"  {name:<15} {value:.3f}")
     return 0
+
+
+def _continued(module: Any, init: Any) -> Any:
+    """Give a module with the rates of one and the network of a bundle.
+
+    Raises:
+        SettingError: if another network was asked for.
+    """
+    from ..train.module import PredictorModule
+    from ..train.starting_point import network_of
+
+    network = network_of(init)
+    if module.network_settings not in (network, PredictorModule().network_settings):
+        raise SettingError(
+            f"model.network is given and --init {init.path} goes on with the {network.family} network of that bundle; "
+            "leave one of them out."
+        )
+    return PredictorModule(network, **module.rates)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ def write_bundle(
     describe: Callable[[Predictor], dict[str, Any]] | None = None,
     real: Sequence[SequenceRouting] = (),
     trained_on: Sequence[SequenceRouting] = (),
+    seen: Iterable[int] = (),
 ) -> Bundle:
     """Export a network to a bundle folder.
 
@@ -44,6 +45,7 @@ def write_bundle(
         describe: measures the exported predictor and gives entries for the card.
         real: sequences for the parity report, the first few of which are used.
         trained_on: sequences whose fingerprints are kept.
+        seen: fingerprints of further ones, as of the bundle that training started from.
 
     Raises:
         BundleError: if the graph differs from the network by more than 1e-4, or something stands at `out` already.
@@ -84,7 +86,7 @@ def write_bundle(
         entries["parity"] = parity(network, predictor, real[:REAL_ROWS])
         tensors = {f"network.{name}": value.detach().numpy() for name, value in network.state_dict().items()}
         tensors |= {f"start.{name}": value for name, value in _arrays(state).items()}
-        tensors[SEQUENCES] = np.array(sorted({fingerprint(row) for row in trained_on}), dtype=np.int64)
+        tensors[SEQUENCES] = np.array(sorted({*seen, *(fingerprint(row) for row in trained_on)}), dtype=np.int64)
         save_file({name: np.ascontiguousarray(value) for name, value in tensors.items()}, folder / WEIGHTS)
         seal(folder, entries | (card or {}) | (describe(predictor) if describe else {}))
     return Bundle.open(out)

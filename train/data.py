@@ -15,7 +15,7 @@ import numpy as np
 from ..collect.errors import DataError, SettingError
 from ..collect.topology import STACKS, Stack
 from ..collect.trace import Trace, TraceHeader
-from ..predictors.rows import group_of
+from ..predictors.rows import fingerprint, group_of
 from .batch import Batch, Chunk, Chunks, dense_scores
 from .lazy_rows import Rows
 from .row_source import RowSource
@@ -97,6 +97,24 @@ class TraceData(L.LightningDataModule):
             self.rows[part] = Rows(source, np.flatnonzero(dealt == part))
         self.stack: Stack = stack
         self._source = source
+
+    def leave_out(self, seen: np.ndarray) -> None:
+        """Take test sequences out whose fingerprints are among `seen`: a predictor learned from them before.
+
+        Raises:
+            DataError: if none is left.
+        """
+        self.setup()
+        test, known = self.rows["test"], set(seen.tolist())
+        if not known:
+            return
+        fresh = np.array([fingerprint(row) not in known for row in test], bool)
+        if not fresh.any():
+            raise DataError(
+                f"The predictor has learned from all {len(test)} test sequences of {self.trace_path} before; give "
+                "another trace, or the data.split that it was trained with."
+            )
+        self.rows["test"] = Rows(test.source, test.numbers[fresh])
 
     @property
     def source(self) -> RowSource:

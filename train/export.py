@@ -64,7 +64,9 @@ def export(module: PredictorModule, data: TraceData, out: str | Path, run: dict[
         },
     }
     real, trained_on = data.rows["test"], data.fitting_rows
-    return write_bundle(out, module.network, card=card, describe=describe, real=real, trained_on=trained_on)
+    return write_bundle(
+        out, module.network, card=card, describe=describe, real=real, trained_on=trained_on, seen=module.seen.tolist()
+    )
 
 
 def _short(report: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,4 +103,5 @@ def data_of(module: PredictorModule, trace: str | Path | None = None) -> TraceDa
             f"{data.trace_path} has {data.header.topology.describe()}, but the checkpoint is of a model with "
             f"{module.network.spec.topology.describe()}; name the trace it was trained on."
         )
+    data.leave_out(module.seen)
     return data

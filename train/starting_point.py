@@ -16,16 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..collect.errors import BundleError, DataError, SettingError
+from ..collect.errors import BundleError, SettingError
 from ..predictors.base import PredictorSpec
 from ..predictors.bundle import WEIGHTS, Bundle
 from ..predictors.network import NetworkSettings, TokenNetwork
 from ..predictors.registry import settings_from_json
 from ..predictors.reuse import horizon_of
-from ..predictors.rows import MAX_TABLE_TOKENS, fingerprint, statistics
+from ..predictors.rows import MAX_TABLE_TOKENS, statistics
 from ..predictors.token_embedding import TokenEmbedding
 from .data import TraceData
-from .lazy_rows import Rows
 from .module import PredictorModule, read_checkpoint
 
 log = logging.getLogger(__name__)
@@ -63,7 +62,7 @@ def start_from_bundle(module: PredictorModule, data: TraceData, bundle: Bundle) 
     module.build(spec, np.concatenate([own, new]))
     _fill(module, weights, bundle)
     module.seen = np.array(sorted(bundle.training_sequences()), np.int64)
-    _leave_out_seen(data, module.seen, bundle.path)
+    data.leave_out(module.seen)
     _connect(module, data)
     log.info("started from %s, which knew %d token ids; %d are new", bundle.path, len(own), len(new))
 
@@ -85,8 +84,7 @@ def start_where_it_stopped(module: PredictorModule, data: TraceData, checkpoint:
     _same("--model.network", stored["settings"], wanted.to_json(), checkpoint)
     module.build(PredictorSpec.from_json(stored["spec"]), stored["known_ids"].numpy())
     module.seen = stored["seen"].numpy()
-    if len(module.seen):
-        _leave_out_seen(data, module.seen, checkpoint)
+    data.leave_out(module.seen)
     _connect(module, data)
     same_place = {"trace": stored["data"].get("trace")}
     _same("--data", stored["data"], {**module.data_settings, **same_place}, checkpoint)
@@ -131,12 +129,14 @@ def _spec(module: PredictorModule, data: TraceData, vocab_size: int) -> Predicto
 def _fill(module: PredictorModule, weights: dict[str, Tensor], bundle: Bundle) -> None:
     """Copy weights; an embedding that has more rows now gets the unknown row for them."""
     target = module.network.state_dict()
-    grown = {name: part for name, part in module.network.named_modules() if isinstance(part, TokenEmbedding)}
-    for name in grown:
-        old, new = weights[f"{name}.table.weight"], target[f"{name}.table.weight"]
-        new[:] = old[-1]
-        new[: len(old) - 1] = old[:-1]
-        weights[f"{name}.table.weight"], weights[f"{name}.rows"] = new, target[f"{name}.rows"]
+    for place, part in module.network.named_modules():
+        if not isinstance(part, TokenEmbedding):
+            continue
+        weights[f"{place}.rows"] = target[f"{place}.rows"]
+        for name, new in part.state_dict(prefix=f"{place}.").items():
+            old = weights.get(name)
+            if old is not None and old.ndim == new.ndim == 2 and len(old) < len(new):
+                weights[name] = torch.cat([old[:-1], old[-1:].expand(len(new) - len(old) + 1, -1)])
     wrong = [name for name in target if name not in weights or weights[name].shape != target[name].shape]
     if wrong or len(weights) != len(target):
         raise BundleError(
@@ -144,17 +144,6 @@ def _fill(module: PredictorModule, weights: dict[str, Tensor], bundle: Bundle) -
             f"it; train a new {bundle.spec.family} predictor without --init."
         )
     module.network.load_state_dict(weights)
-
-
-def _leave_out_seen(data: TraceData, seen: np.ndarray, whose: Path) -> None:
-    test, known = data.rows["test"], set(seen.tolist())
-    fresh = np.array([fingerprint(row) not in known for row in test], bool)
-    if not fresh.any():
-        raise DataError(
-            f"{whose} was trained on all {len(test)} test sequences of {data.trace_path}; give another trace, or the "
-            "split that it was trained with."
-        )
-    data.rows["test"] = Rows(test.source, test.numbers[fresh])
 
 
 def _connect(module: PredictorModule, data: TraceData) -> None:

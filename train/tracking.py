@@ -12,10 +12,16 @@ from ..collect.errors import SettingError
 
 Tracker = Literal["wandb", "csv", "none"]
 MODES = ("offline", "online", "disabled", "shared")
+RUN_ID = "wandb_run_id"  # file in the run folder
 
 
-def open_logger(tracker: Tracker, folder: Path, name: str, project: str = "foregate") -> Logger | None:
+def open_logger(
+    tracker: Tracker, folder: Path, name: str, project: str = "foregate", *, resume: bool = False
+) -> Logger | None:
     """Open a run's logger under a folder. W&B runs offline unless WANDB_MODE says otherwise.
+
+    A resumed run is written down as a further piece of the one that the folder holds: online it grows, and of an
+    offline one `wandb sync --append` joins the pieces.
 
     Raises:
         SettingError: if WANDB_MODE is none of W&B's modes, or W&B refuses to start.
@@ -32,12 +38,23 @@ def open_logger(tracker: Tracker, folder: Path, name: str, project: str = "foreg
         raise SettingError(f"WANDB_MODE must be one of {', '.join(MODES)}, got {mode!r}.")
     import wandb
 
+    kept = folder / RUN_ID
+    known = kept.read_text(encoding="utf-8").strip() if resume and kept.is_file() else None
     try:
-        run = wandb.init(project=project, name=name, dir=folder, mode=mode, reinit="create_new")  # pyright: ignore
+        run = wandb.init(
+            project=project,
+            name=name,
+            dir=folder,
+            mode=mode,  # pyright: ignore[reportArgumentType]
+            reinit="create_new",
+            id=known,
+            resume="allow" if known and mode != "offline" else None,  # offline there is nothing to look it up in
+        )
     except wandb.Error as error:
         raise SettingError(
             f"Weights & Biases did not start ({error}); log in by wandb login, or set WANDB_MODE=offline."
         ) from error
+    kept.write_text(f"{run.id}\n", encoding="utf-8")
     return WandbLogger(experiment=run, save_dir=folder)
 
 

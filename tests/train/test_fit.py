@@ -23,6 +23,7 @@ from foregate.train.fit import FitSettings, fit, train
 from foregate.train.module import PredictorModule
 from foregate.train.split import SplitSettings
 from foregate.train.tracking import open_logger
+from lightning.pytorch.loggers import WandbLogger
 
 SMALL = SruAttentionSettings(embedding=16, hidden=32, attention=8, window=8, dropout=0.1)
 STEPS = FitSettings(max_steps=40, validate_steps=10, max_epochs=1000)
@@ -179,6 +180,22 @@ def test_an_offline_run_is_written_down_with_its_artifacts(trace, tmp_path, monk
         b"test_recall_at_k",
     ):
         assert text in written, text
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:wandb")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:pydantic")
+def test_a_resumed_run_is_the_same_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    ids = []
+    for resume in (False, True, False):
+        logger = open_logger("wandb", tmp_path / "run", "test", resume=resume)
+        assert isinstance(logger, WandbLogger)
+        ids.append(logger.experiment.id)
+        logger.experiment.finish()
+    wandb.teardown()
+    assert ids[0] == ids[1] != ids[2]
+    assert (tmp_path / "run" / "wandb_run_id").read_text().strip() == ids[2]
+    assert {path.name.rpartition("-")[2] for path in (tmp_path / "run" / "wandb").glob("offline-run-*")} == set(ids)
 
 
 def test_csv_and_no_tracking(trace, no_export, tmp_path, monkeypatch):
