@@ -15,8 +15,9 @@ from foregate.collect.errors import SettingError
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
-# hardware profiles are read by no parser: tests/runtime/test_hardware.py holds for them
-FILES = sorted(path for path in CONFIGS.rglob("*.yaml") if path.parent.name != "hardware")
+# read by no parser of ours: tests/runtime/test_hardware.py and tests/train/test_sweeps.py hold for them
+APART = ("hardware", "sweeps")
+FILES = sorted(path for path in CONFIGS.rglob("*.yaml") if path.parent.name not in APART)
 
 
 def name_of(path: Path) -> str:
