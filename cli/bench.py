@@ -16,6 +16,7 @@ from .options import settings_from, settings_parser
 
 # name: the package that its file is in, and its settings class
 BENCHMARKS: dict[str, tuple[str, str]] = {
+    "epoch": ("train", "EpochBench"),
     "hardware": ("runtime", "HardwareBench"),
     "predictors": ("train", "PredictorsBench"),
     "record": ("runtime", "RecordBench"),
