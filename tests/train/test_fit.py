@@ -250,7 +250,7 @@ def test_commands(trace, trained, tmp_path, capsys, monkeypatch):
     report = json.loads(capsys.readouterr().out)
     assert report["recall_at_k"] == pytest.approx(result["metrics"]["recall_at_k"], abs=1e-4)
     assert main(["evaluate", "b", str(trace)]) == 0
-    assert "recall at top-k" in capsys.readouterr().out
+    assert "unseen sequences" in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "b", "b.run"]
 
 
@@ -265,7 +265,7 @@ def test_bad_input_is_one_sentence(trained, trace, write, tmp_path, capsys, monk
         (["train", "--trace", str(trace), "--out", "b", "--config", "no_such"], 2, "sru_attention"),
         (["train", "--trace", str(trace), "--out", "b", "--model.network.hiden", "3"], 2, "hiden"),
         (["train", "--trace", str(trace), "--out", "b", "--fit.max_minutes", "0"], 2, "max_minutes"),
-        (["export", "nowhere.ckpt", "--out", "b"], 1, "no checkpoint"),
+        (["export", "nowhere.ckpt", "--out", "b"], 1, "nowhere.ckpt does not exist"),
         (["evaluate", str(trace), str(trace)], 1, "no predictor bundle"),
         (["evaluate", bundle, str(tmp_path / "other.npz")], 1, "3 causal layers x 60 experts, top-1"),
     ]:
