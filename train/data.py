@@ -6,6 +6,8 @@ are needed, and at most `memory_mib` of them are kept, so that a trace may be la
 
 from __future__ import annotations
 
+import functools
+import logging
 from pathlib import Path
 from typing import get_args
 
@@ -13,6 +15,7 @@ import lightning as L
 import numpy as np
 
 from ..collect.errors import DataError, SettingError
+from ..collect.token_texts import read_token_texts, texts_beside
 from ..collect.topology import STACKS, Stack
 from ..collect.trace import Trace, TraceHeader
 from ..predictors.rows import fingerprint, group_of
@@ -23,6 +26,8 @@ from .sampler import LengthSampler, ResumableLoader
 from .split import Part, SplitSettings, split_groups
 
 __all__ = ["Batch", "Chunk", "Chunks", "LengthSampler", "TraceData", "dense_scores"]
+
+log = logging.getLogger(__name__)
 
 MEMORY_MIB = 1024
 STRETCHES = 16  # of one block: enough that a block is a fair sample, long enough that few row groups are read twice
@@ -39,6 +44,8 @@ class TraceData(L.LightningDataModule):
         context_tokens: tokens before a piece that warm up the state without counting.
         batch_tokens: tokens of a training batch, padding included.
         memory_mib: most memory for decoded sequences; a larger trace is read, and shuffled, block by block.
+        token_texts: the texts of the model's token ids, by which unseen ones are known: a tokenizer (folder or name on
+            the hub), or a JSON file; what stands beside an .npz trace where not given.
     """
 
     def __init__(
@@ -50,6 +57,7 @@ class TraceData(L.LightningDataModule):
         context_tokens: int = 64,
         batch_tokens: int = 2048,
         memory_mib: float = MEMORY_MIB,
+        token_texts: str | None = None,
     ) -> None:
         super().__init__()
         for name, value, least in (
@@ -63,6 +71,7 @@ class TraceData(L.LightningDataModule):
             raise SettingError(f"memory_mib must be positive, got {memory_mib}.")
         self.trace_path, self.split, self.memory_mib = Path(trace), split or SplitSettings(), memory_mib
         self.chunk_tokens, self.context_tokens, self.batch_tokens = chunk_tokens, context_tokens, batch_tokens
+        self.token_texts = token_texts
         self.after_tokens = 0  # tokens after a chunk that its batch also shows; the network's discount decides
         self.rows: dict[Part, Rows] = {}
         self._wanted = stack
@@ -133,6 +142,20 @@ class TraceData(L.LightningDataModule):
         """Rows that training may learn from in any way: training and validation."""
         self.setup()
         return self.rows["training"] + self.rows["validation"]
+
+    @functools.cached_property
+    def texts(self) -> tuple[str, ...] | None:
+        """The text of every token id from 0 on, None where it is not known.
+
+        Raises:
+            DataError, ModelError: if what was named has no texts.
+        """
+        source = self.token_texts or texts_beside(self.trace_path)
+        if source is None or self.source.num_ids == 0:
+            return None
+        found = read_token_texts(source)
+        log.info("%d token ids are known by their texts (%s)", len(found), source)
+        return found[: self.vocab_size]
 
     @property
     def vocab_size(self) -> int:

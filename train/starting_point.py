@@ -34,8 +34,9 @@ def start_anew(module: PredictorModule, data: TraceData) -> None:
     """Make the network for the data, started from its training sequences."""
     spec = _spec(module, data, data.vocab_size)
     rows = data.rows["training"]
-    found = statistics(rows, spec.topology, spec.shape[1])
-    module.build(spec, found.token_ids, found, rows)
+    found = statistics(rows, spec.topology, spec.shape[1])._replace(texts=data.texts)
+    spelt = np.setdiff1d(np.arange(len(data.texts or ())), found.token_ids)
+    module.build(spec, np.concatenate([found.token_ids, spelt]), found, rows)
     _connect(module, data)
 
 
