@@ -22,8 +22,9 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 demo: install
 	$(BIN)/foregate demo
 
+# Two workers, since most of a test's time is one thread's; a file's tests stay together, as its fixtures do.
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadscope
 
 lint: install
 	$(BIN)/ruff check .

@@ -139,7 +139,7 @@ CASES = {
     "a config": (["collect", "--config", "sst"], "--config must be the path of a YAML file or one of"),
     "a close config": (["train", "--config", "sru_atention"], "got 'sru_atention'; did you mean 'sru_attention'?"),
     "a policy": (["simulate", "--policies", "lur"], "got 'lur'; did you mean 'lru'?"),
-    "the forecast's policy": (["simulate", "--policies", "predicted"], "foregate generate --predictor BUNDLE runs it."),
+    "the forecast's policy": (["simulate", "--policies", "predicted"], "simulate --predictor BUNDLE makes them."),
     "a machine": (["simulate", "--hardware", "h20"], "got 'h20'; did you mean 'h200'?"),
     "a family": (["families", "--only", "mixtrl"], "got 'mixtrl'; did you mean 'mixtral'?"),
     "out of range": (["collect", "--max-tokens", "0"], "--max-tokens must be at least 1, got 0."),
@@ -156,7 +156,8 @@ def test_what_is_said(words: list[str], said: str, refusal: Refusal) -> None:
 def test_a_benchmark_and_a_command(refusal: Refusal, capsys: pytest.CaptureFixture[str]) -> None:
     assert refusal("bench", "hardwar").endswith("got 'hardwar'; did you mean 'hardware'?")
     assert refusal("bench") == (
-        "NAME is missing; usage: foregate bench NAME [options], with one of hardware, record, simulate."
+        "NAME is missing; usage: foregate bench NAME [options], with one of epoch, hardware, predictors, record, "
+        "simulate."
     )
     assert program.main(["simulat"]) == 2
     assert capsys.readouterr().err == "foregate has no command 'simulat'; did you mean simulate?\n"

@@ -220,10 +220,15 @@ def test_a_config_without_a_model_class_takes_the_usual_one(damaged, tmp_path):
     assert len(pack(damaged, tmp_path / "store")) == 16
 
 
-@pytest.mark.parametrize("name", ["no-such-model", "./absent", "a/b/c", "foregate-mini-3", "nobody-here/no-such-model"])
+@pytest.mark.parametrize("name", ["no-such-model", "./absent", "a/b/c", "nobody-here/no-such-model"])
 def test_a_model_that_does_not_exist_is_refused(name, tmp_path):
     with pytest.raises(ModelError, match=r"foregate-mini, foregate-mini-switch"):
         find_folder(name)
+
+
+def test_a_misspelt_mini_model_is_told_its_name():
+    with pytest.raises(ModelError, match="did you mean 'foregate-mini'"):
+        find_folder("foregate-mini-3")
 
 
 def test_folders_that_are_no_models_are_refused(tmp_path):
