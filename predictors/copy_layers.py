@@ -21,8 +21,8 @@ from torch.nn import functional as F
 from ..collect.errors import SettingError
 from .base import Horizon, PredictorSpec
 from .copy_attention import CopyAttention, CopyAttentionSettings, Said
+from .history import FLOOR
 from .network import LayerNetwork, Logits, State
-from .routing_memory import FLOOR
 
 LEAST = 1e-4  # weight of a past token below which it is as good as none
 

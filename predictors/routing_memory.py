@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .history import FLOOR
+
 MASKED = -1e4
-FLOOR = 0.02  # added to shares before the logarithm: one use in 50 tokens
 EMPTY = -2  # id of a place in memory that no token has taken; -1 is the unknown token
 
 

@@ -139,7 +139,7 @@ def test_a_page_from_what_is_stored(program, tmp_path, trace):
 
 def test_pages_sort_by_recall_and_name_the_machine():
     def result(config: str, recall: float) -> dict[str, Any]:
-        cell = {"label": "one", "trace": "t.npz", "evaluated": "t.npz", "config": config, "minutes": 8.0, "seed": 0}
+        cell = {"label": "one", "trace": "t.npz", "config": config, "minutes": 8.0, "seed": 0}
         return {"cell": cell, "machine": MACHINE, "evaluation": evaluation(recall)}
 
     page = results_page([result("worse", 0.55), result("better", 0.65)])

@@ -39,10 +39,6 @@ class Cell:
     """Longest training."""
     seed: int
     """Seed of weights and dropout; the split's own stays 0."""
-    options: tuple[str, ...] = ()
-    """Further words for `foregate train`."""
-    evaluated: Path | None = None
-    """Trace that is evaluated on; the same by default."""
 
     @property
     def name(self) -> str:
@@ -69,7 +65,7 @@ def run_cell(cell: Cell, folder: Path, machine: dict[str, Any]) -> dict[str, Any
     if stored is not None:
         if stored["inputs"] != inputs:
             raise DataError(
-                f"{own} was made from another trace, config or options; remove the folder to train it again, or name "
+                f"{own} was made from another trace or config; remove the folder to train it again, or name "
                 "another one by --cells."
             )
         log.info("%s: stored", cell.name)
@@ -80,9 +76,9 @@ def run_cell(cell: Cell, folder: Path, machine: dict[str, Any]) -> dict[str, Any
         log.info("%s: training", cell.name)
         _write(trained, _foregate(_training(cell, own)))
     log.info("%s: evaluating", cell.name)
-    evaluation = _foregate(["evaluate", str(own / BUNDLE), str(cell.evaluated or cell.trace)])
+    evaluation = _foregate(["evaluate", str(own / BUNDLE), str(cell.trace)])
     result = {
-        "cell": {**asdict(cell), "trace": cell.trace.name, "evaluated": (cell.evaluated or cell.trace).name},
+        "cell": {**asdict(cell), "trace": cell.trace.name},
         "inputs": inputs,
         "machine": machine,
         "train": json.loads(trained.read_text(encoding="utf-8")),
@@ -109,7 +105,6 @@ def _training(cell: Cell, own: Path) -> list[str]:
         *("--config", cell.config, "--trace", str(cell.trace), "--out", str(own / BUNDLE)),
         *("--run-dir", str(own / RUN), "--max-minutes", str(cell.minutes), "--fit.seed", str(cell.seed)),
         *("--tracker", "csv"),
-        *cell.options,
         *resume,
     ]
 
@@ -128,7 +123,6 @@ def _inputs(cell: Cell) -> dict[str, Any]:
     return {
         "trace": _digest(cell.trace),
         "config": _digest(find_config("train", cell.config)),
-        "options": list(cell.options),
     }
 
 

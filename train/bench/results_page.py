@@ -29,8 +29,7 @@ def results_page(results: Iterable[dict[str, Any]]) -> str:
     for label in dict.fromkeys(result["cell"]["label"] for result in ordered):
         own = [result for result in ordered if result["cell"]["label"] == label]
         parts.append(f"## {label}\n")
-        evaluated = ", ".join(f"`{name}`" for name in sorted({result["cell"]["evaluated"] for result in own}))
-        parts.append(f"Trace `{own[0]['cell']['trace']}`, evaluated on {evaluated}.\n")
+        parts.append(f"Trace `{own[0]['cell']['trace']}`.\n")
         for horizon, title in HORIZONS.items():
             here = [result for result in own if horizon in result["evaluation"]["horizons"]]
             if here:
