@@ -56,16 +56,12 @@ class CopyAttentionSettings(NetworkSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("embedding", "hidden", "heads", "attention"):
-            if getattr(self, name) < 1:
-                raise SettingError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        self.require_sizes("embedding", "hidden", "heads", "attention")
         if self.window < 2:
             raise SettingError(f"window must be at least 2, got {self.window}.")
         if not self.decays or not all(0 < decay < 1 for decay in self.decays):
             raise SettingError(f"decays must be numbers between 0 and 1, at least one, got {self.decays}.")
-        for name in ("dropout", "forget"):
-            if not 0 <= getattr(self, name) < 1:
-                raise SettingError(f"{name} must lie in [0, 1), got {getattr(self, name)}.")
+        self.require_shares("dropout", "forget")
         check_discount(self.discount)
 
     def horizon(self, stack: str) -> Horizon:

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..collect.errors import SettingError
 from .base import Horizon, PredictorSpec
 from .copy_attention import CopyAttention, CopyAttentionSettings, Said
 from .history import FLOOR
@@ -40,9 +39,7 @@ class CopyLayersSettings(CopyAttentionSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("layer_width", "reach"):
-            if getattr(self, name) < 1:
-                raise SettingError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        self.require_sizes("layer_width", "reach")
 
     def horizon(self, stack: str) -> Horizon:
         """Layers ahead, whatever the stack."""

@@ -50,9 +50,7 @@ class EamSettings(NetworkSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("capacity", "reach"):
-            if getattr(self, name) < 1:
-                raise SettingError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        self.require_sizes("capacity", "reach")
         if self.members not in get_args(Members):
             raise SettingError(f"members must be one of {', '.join(get_args(Members))}, got {self.members!r}.")
         if not self.temperature >= 1e-3:

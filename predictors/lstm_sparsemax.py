@@ -60,14 +60,10 @@ class LstmSparsemaxSettings(NetworkSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("embedding", "hidden", "num_layers", "attention", "window"):
-            if getattr(self, name) < 1:
-                raise SettingError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        self.require_sizes("embedding", "hidden", "num_layers", "attention", "window")
         if self.hidden % 2:
             raise SettingError(f"hidden must be even (two directions share it), got {self.hidden}.")
-        for name in ("dropout", "forget"):
-            if not 0 <= getattr(self, name) < 1:
-                raise SettingError(f"{name} must lie in [0, 1), got {getattr(self, name)}.")
+        self.require_shares("dropout", "forget")
         check_attention_weights(self.attention_weights)
 
     def build(self, spec: PredictorSpec, known_ids: np.ndarray) -> Network:

@@ -47,16 +47,12 @@ class MlpSettings(NetworkSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("embedding", "hidden", "reach"):
-            if getattr(self, name) < 1:
-                raise SettingError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        self.require_sizes("embedding", "hidden", "reach")
         if self.window < self.reach:
             raise SettingError(
                 f"window must be at least the reach of {self.reach} (nothing would be known), got {self.window}."
             )
-        for name in ("dropout", "forget"):
-            if not 0 <= getattr(self, name) < 1:
-                raise SettingError(f"{name} must lie in [0, 1), got {getattr(self, name)}.")
+        self.require_shares("dropout", "forget")
 
     def horizon(self, stack: str) -> Horizon:
         """Layers ahead, whatever the stack."""

@@ -50,6 +50,26 @@ class NetworkSettings:
         if self.link not in ("sigmoid", "softmax"):
             raise SettingError(f"link must be sigmoid or softmax, got {self.link!r}.")
 
+    def require_sizes(self, *names: str) -> None:
+        """Refuse settings that are not at least 1.
+
+        Raises:
+            SettingError: naming the first.
+        """
+        for name in names:
+            if getattr(self, name) < 1:
+                raise SettingError(f"{name} must be at least 1, got {getattr(self, name)}.")
+
+    def require_shares(self, *names: str) -> None:
+        """Refuse settings that do not lie in [0, 1).
+
+        Raises:
+            SettingError: naming the first.
+        """
+        for name in names:
+            if not 0 <= getattr(self, name) < 1:
+                raise SettingError(f"{name} must lie in [0, 1), got {getattr(self, name)}.")
+
     def build(self, spec: PredictorSpec, known_ids: np.ndarray) -> Network:
         """Build the network for a spec; `known_ids` are the token ids that get an embedding of their own."""
         raise NotImplementedError

@@ -54,14 +54,10 @@ class RoutingPathSettings(NetworkSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("hidden", "feed_forward", "encoder_layers", "decoder_layers", "heads", "window"):
-            if getattr(self, name) < 1:
-                raise SettingError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        self.require_sizes("hidden", "feed_forward", "encoder_layers", "decoder_layers", "heads", "window")
         if self.hidden % self.heads:
             raise SettingError(f"heads must divide hidden, which is {self.hidden}, got {self.heads}.")
-        for name in ("dropout", "forget"):
-            if not 0 <= getattr(self, name) < 1:
-                raise SettingError(f"{name} must lie in [0, 1), got {getattr(self, name)}.")
+        self.require_shares("dropout", "forget")
 
     def build(self, spec: PredictorSpec, known_ids: np.ndarray) -> Network:
         """Build the network of the spec's horizon."""
