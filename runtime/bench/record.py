@@ -14,11 +14,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
 from ...collect.batches import Piece
+from ...collect.config import Dtype
 from ...collect.corpora import Document
 from ...collect.errors import SettingError
 from ...collect.smoke import smoke
@@ -43,6 +44,8 @@ class RecordBench:
     """Rounds; each runs both arms, and the arm that begins changes from round to round."""
     scores: bool = False
     """Record the router scores too."""
+    dtype: Dtype = "auto"
+    """Of the weights; auto is the checkpoint's own. Processors without bfloat16 take many times as long over it."""
     threads: int | None = None
     """Threads of torch; its own choice without it."""
     device: str = "auto"
@@ -53,6 +56,8 @@ class RecordBench:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise SettingError(f"{name} must be at least 1, got {value}.")
+        if self.dtype not in get_args(Dtype):
+            raise SettingError(f"dtype must be one of {', '.join(get_args(Dtype))}, got {self.dtype!r}.")
 
 
 class Spent(NamedTuple):
@@ -79,7 +84,7 @@ def bench(settings: RecordBench, clock: Clock | None = None) -> dict[str, Any]:
     before = torch.get_num_threads()
     torch.set_num_threads(settings.threads or before)
     try:
-        model, tokenizer = load_pretrained(_folder(settings.model), device=settings.device)
+        model, tokenizer = load_pretrained(_folder(settings.model), dtype=settings.dtype, device=settings.device)
         if model.config.is_encoder_decoder:
             raise SettingError(f"model must be a causal one, got {settings.model}, an encoder-decoder.")
         embeddings: Any = model.get_input_embeddings()
@@ -97,7 +102,8 @@ def bench(settings: RecordBench, clock: Clock | None = None) -> dict[str, Any]:
             "recorded": lambda: _recorded(model, tokenizer, pieces, header),
         }
         spent = _in_turns(arms, smoke(settings.rounds, 2), clock or SystemClock())
-        return _report(settings, spent, sum(len(batch) for batch in pieces) * settings.tokens)
+        dtype = str(embeddings.weight.dtype).removeprefix("torch.")
+        return _report(settings, spent, sum(len(batch) for batch in pieces) * settings.tokens) | {"dtype": dtype}
     finally:
         torch.set_num_threads(before)
 
@@ -114,7 +120,7 @@ def describe(result: dict[str, Any]) -> str:
         [
             *lines,
             f"overhead  {result['overhead']:.1%} (middle half of {result['rounds']} rounds {low:.1%} to {high:.1%}), "
-            f"{result['cpu_overhead']:.1%} in CPU time",
+            f"{result['cpu_overhead']:.1%} in CPU time; {result['dtype']}",
         ]
     )
 

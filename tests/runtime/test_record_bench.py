@@ -70,6 +70,15 @@ def test_settings_out_of_range(name, capsys) -> None:
     assert "must be at least 1, got 0" in capsys.readouterr().err
 
 
+def test_a_dtype_that_is_none() -> None:
+    with pytest.raises(SettingError, match="dtype must be one of auto, float32, bfloat16, float16, got 'int3'"):
+        RecordBench(dtype="int3")  # pyright: ignore[reportArgumentType]
+
+
+def test_weights_are_of_the_dtype_asked_for() -> None:
+    assert bench(RecordBench(rounds=1, batches=1, batch_size=1, tokens=8, dtype="float32"))["dtype"] == "float32"
+
+
 def test_an_encoder_decoder_is_refused() -> None:
     with pytest.raises(SettingError, match="model must be a causal one, got foregate-mini-switch"):
         bench(RecordBench(model="foregate-mini-switch", device="cpu"))
