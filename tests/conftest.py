@@ -1,11 +1,21 @@
-"""What every test stands on: no network, no tracking server, process-wide settings restored after each test."""
+"""What every test stands on: no network, no tracking server, process-wide settings restored after each test.
+
+And `fork`, for tests that want Python programs in processes of their own: forks of a server that has imported, once,
+what takes ten seconds. What an import itself does is tested elsewhere, in processes that start from nothing.
+"""
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
+from multiprocessing.forkserver import ensure_running
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,6 +34,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options that renew what is written from the program itself."""
     parser.addoption("--freeze-cli", action="store_true", help="write tests/cli_flags.json anew")
     parser.addoption("--freeze-files", action="store_true", help="write docs/files.md anew")
+
+
+def pytest_collection_finish() -> None:
+    """Let garbage collections pass over what imports have made, a million objects or so, which stay anyway."""
+    import hypothesis  # pytest would do so later, and hypothesis looks for an object that is then hidden from it
+
+    assert hypothesis
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -55,3 +74,117 @@ def _global_state() -> Iterator[None]:
         torch.set_default_dtype(before[0])
         if torch.get_num_threads() != before[1]:
             torch.set_num_threads(before[1])
+
+
+IMPORTED = [
+    "transformers.generation.utils",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "torch.onnx._internal.exporter._core",
+    "torch.distributed.launcher.api",
+    "foregate.collect.collection",
+    "foregate.train.fit",
+]
+
+# In a fork: `python WORDS`, or `torchrun --nproc-per-node RANKS WORDS` whose ranks are forks as well.
+CHILD = """
+import atexit, gc, os, runpy, sys, uuid
+
+gc.freeze()
+os.chdir(cwd)
+os.environ.clear()
+os.environ.update(env)
+for number, path in enumerate((out, err), start=1):
+    os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
+
+def program():
+    if words[0] == "-c":
+        sys.argv[:] = ["-c", *words[2:]]
+        exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
+    elif words[0] == "-m":
+        sys.argv[:] = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv[:] = words
+        runpy.run_path(words[0], run_name="__main__")
+
+def rank():
+    try:
+        program()
+    except SystemExit as error:
+        if error.code:
+            raise
+    finally:
+        atexit._run_exitfuncs()
+
+def torchrun():
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    meeting = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "run_id": str(uuid.uuid4())}
+    try:
+        elastic_launch(LaunchConfig(1, 1, ranks, start_method="fork", max_restarts=0, **meeting), rank)()
+    except ChildFailedError:
+        sys.exit(1)
+
+if ranks:
+    torchrun()
+else:
+    try:
+        program()
+    finally:
+        atexit._run_exitfuncs()
+"""
+
+
+class Forked:
+    """A Python program that runs in a fork; what it prints goes to files in `folder`."""
+
+    def __init__(self, process: BaseProcess, folder: Path) -> None:
+        self.process, self.folder = process, folder
+
+    def finish(self, timeout: float = 600) -> subprocess.CompletedProcess[str]:
+        """Wait for its end and give what it printed; one that takes too long is killed, as its exit code says."""
+        self.process.join(timeout)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+        code = self.process.exitcode
+        assert code is not None
+        out, err = ((self.folder / name).read_text(encoding="utf-8", errors="replace") for name in ("out", "err"))
+        return subprocess.CompletedProcess(self.folder, code, out, err)
+
+
+class Fork:
+    """Starts Python programs as forks of a server."""
+
+    def __init__(self, folders: pytest.TempPathFactory) -> None:
+        self.context, self.folders = multiprocessing.get_context("forkserver"), folders
+        self.context.set_forkserver_preload(IMPORTED)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("OMP_NUM_THREADS", "1")  # read when torch is imported
+            ensure_running()
+
+    def start(self, *words: str, cwd: Path | None = None, env: dict[str, str] | None = None, ranks: int = 0) -> Forked:
+        """Start `python WORDS`, where the words are a file, -m MODULE or -c CODE, and what follows; or `torchrun`."""
+        folder = self.folders.mktemp("fork")
+        for name in ("out", "err"):
+            (folder / name).touch()
+        given: dict[str, Any] = {"words": words, "ranks": ranks, "cwd": str(cwd or Path.cwd())}
+        given |= {
+            "env": dict(os.environ if env is None else env),
+            "out": str(folder / "out"),
+            "err": str(folder / "err"),
+        }
+        process = self.context.Process(target=exec, args=(CHILD, given))
+        process.start()
+        return Forked(process, folder)
+
+    def run(self, *words: str, timeout: float = 600, **options: Any) -> subprocess.CompletedProcess[str]:
+        """Start one, wait for its end and give what it printed."""
+        return self.start(*words, **options).finish(timeout)
+
+
+@pytest.fixture(scope="session")
+def fork(tmp_path_factory: pytest.TempPathFactory) -> Fork:
+    """Start Python programs without waiting for what they import."""
+    return Fork(tmp_path_factory)

@@ -7,11 +7,13 @@ import itertools
 import os
 import pydoc_data.topics
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from foregate.cli.main import commands
@@ -22,6 +24,7 @@ PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 FOLDERS = ["collect", "predictors", "runtime", "train", "cli", "configs"]
 MOST_LINES = 250
 UNRUN = ("make", "git", "cd", "pip", "python -m pip", ". ")  # installation; the commands that follow stand on it
+RUN_ELSEWHERE = ("foregate demo",)  # from the wheel, in test_packaging.py
 TIMEOUT_S = 240
 
 
@@ -153,30 +156,32 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="the README's commands are for bash")
-def test_commands_and_python_run_in_order(environment: dict[str, str], tmp_path: Path) -> None:
+def test_commands_and_python_run_in_order(environment: dict[str, str], tmp_path: Path, fork: Any) -> None:
+    """Run all by bash, but for `foregate` with plain words: after the first of a page, these are forks."""
     ran = 0
+    place: dict[str, Any] = {"env": environment, "cwd": tmp_path, "timeout": TIMEOUT_S}
     for page in PAGES:
+        known = False  # that bash finds the program
         for command in shell_commands(page):
-            if command.startswith("export "):
+            if command.startswith("export ") or command in RUN_ELSEWHERE:
                 continue  # where FOREGATE_DATA points is the fixture's business
-            check(["bash", "-c", command], command, environment, tmp_path)
+            words = shlex.split(command)
+            if known and words[0] == "foregate" and not re.search(r"[$|<>&;*`~]", command):
+                done = fork.run("-m", "foregate.cli", *words[1:], **place)
+            else:
+                nothing = subprocess.DEVNULL
+                done = subprocess.run(
+                    ["bash", "-c", command], **place, stdin=nothing, capture_output=True, text=True, check=False
+                )
+                known = words[0] == "foregate"
+            check(done, command)
             ran += 1
     assert ran >= 5
     for page in [*PAGES, *sorted((ROOT / "runtime" / "models").glob("*/README.md"))]:
         for block in blocks(page, "python"):
-            check([sys.executable, "-c", block], block, environment, tmp_path)
+            check(fork.run("-c", block, **place), block)
 
 
-def check(argv: list[str], shown: str, environment: dict[str, str], folder: Path) -> None:
-    """Run one command and want success."""
-    done = subprocess.run(
-        argv,
-        env=environment,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        stdin=subprocess.DEVNULL,
-        check=False,
-    )
+def check(done: subprocess.CompletedProcess[str], shown: str) -> None:
+    """Want success of what ran."""
     assert done.returncode == 0, f"{shown}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -72,10 +72,14 @@ with TraceWriter(path, header, resume=True, config=WriterConfig(shard_rows=8, qu
 """
 
 
-def write(path: Path, point: str = "never", number: int = 0) -> int:
+@pytest.fixture(scope="module")
+def write(fork) -> Callable[..., int]:
     """Run the writer in a process of its own; give its exit code, negative for a signal."""
-    words = [sys.executable, "-c", WRITING, str(path), point, str(number)]
-    return subprocess.run(words, check=False, timeout=120).returncode
+
+    def run(path: Path, point: str = "never", number: int = 0) -> int:
+        return fork.run("-c", WRITING, str(path), point, str(number), timeout=120).returncode
+
+    return run
 
 
 def contents(path: Path) -> dict[str, tuple]:
@@ -94,7 +98,7 @@ def leftovers(path: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory) -> dict[str, tuple]:
+def undisturbed(tmp_path_factory, write) -> dict[str, tuple]:
     """Give the rows of a run that nothing disturbed."""
     path = tmp_path_factory.mktemp("undisturbed") / "t"
     assert write(path) == 0
@@ -113,7 +117,7 @@ def undisturbed(tmp_path_factory) -> dict[str, tuple]:
         ("within write", (1, 2, 1)),
     ],
 )
-def test_a_killed_writer_loses_at_most_its_open_shard(tmp_path, undisturbed, point, numbers) -> None:
+def test_a_killed_writer_loses_at_most_its_open_shard(tmp_path, undisturbed, write, point, numbers) -> None:
     path, kept = tmp_path / "t", 0
     for number in numbers:
         assert write(path, point, number) == -signal.SIGKILL
@@ -149,28 +153,17 @@ def recipe(tmp_path_factory) -> CollectConfig:
     )
 
 
-def start(config: CollectConfig, *words: str) -> subprocess.Popen:
-    """Start `foregate collect` in a process of its own."""
-    flags = ("model", "data", "out", "batch_size", "shard_rows", "device")
-    given = [f"--{name}={getattr(config, name)}" for name in flags]
-    return subprocess.Popen(
-        [sys.executable, "-m", "foregate.cli", "collect", *given, *words],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-    )
-
-
-def test_a_killed_recording_is_resumed_to_the_same_rows(recipe, tmp_path) -> None:
+def test_a_killed_recording_is_resumed_to_the_same_rows(recipe, tmp_path, fork) -> None:
     whole, config = replace(recipe, out=str(tmp_path / "whole")), replace(recipe, out=str(tmp_path / "t"))
     collect(whole)
+    flags = ("model", "data", "out", "batch_size", "shard_rows", "device")
+    words = ["-m", "foregate.cli", "collect", *(f"--{name}={getattr(config, name)}" for name in flags), "--resume"]
     for shards in (1, 20):
-        child = start(config, "--resume")
-        while child.poll() is None and len(list((tmp_path / "t").glob("shard-*"))) < shards:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(0.01)
-        child.kill()
-        assert child.wait(60) == -signal.SIGKILL
+        child = fork.start(*words, env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
+        while child.process.is_alive() and len(list((tmp_path / "t").glob("shard-*"))) < shards:
+            child.process.join(0.01)
+        child.process.kill()
+        assert child.finish(60).returncode == -signal.SIGKILL
         assert list(check_trace(config.out)) == []
     kept = contents(tmp_path / "t")
     assert 20 * recipe.shard_rows <= len(kept) < 400

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -72,19 +71,6 @@ def words(config: CollectConfig, *more: str) -> list[str]:
     return [str(Path(config.model).parent / "program.py"), "collect", *given, "--json", *more]
 
 
-def torchrun(argv: list[str], fail: str) -> subprocess.CompletedProcess[str]:
-    """Run two processes."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return subprocess.run(
-        [*launch, *argv],
-        env={**ENVIRONMENT, "FAIL": fail},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-
-
 def contents(path: str) -> dict[tuple[str, str, int], tuple]:
     rows = list(Trace.open(path))
     found = {
@@ -95,15 +81,15 @@ def contents(path: str) -> dict[tuple[str, str, int], tuple]:
     return found
 
 
-def test_a_failed_rank_fails_the_run_and_resuming_gives_the_rows_of_one_process(config, tmp_path) -> None:
+def test_a_failed_rank_fails_the_run_and_resuming_gives_the_rows_of_one_process(config, tmp_path, fork) -> None:
     both = replace(config, out=str(tmp_path / "both"))
-    failed = torchrun(words(both), "full disk")
+    failed = fork.run(*words(both), env={**ENVIRONMENT, "FAIL": "full disk"}, ranks=2, timeout=PATIENCE_S)
     assert failed.returncode != 0
     assert "no space left on the device" in failed.stderr
     assert failed.stdout == ""
     assert list(check_trace(both.out)) == []
     kept = len(contents(both.out))
-    done = torchrun(words(both, "--resume"), "not at all")
+    done = fork.run(*words(both, "--resume"), env={**ENVIRONMENT, "FAIL": "never"}, ranks=2, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     value = json.loads(done.stdout)  # rank 0 alone speaks, for both
     assert (value["sequences"], value["new_sequences"]) == (90, 90 - kept)
@@ -115,7 +101,7 @@ def test_a_failed_rank_fails_the_run_and_resuming_gives_the_rows_of_one_process(
     assert list(check_trace(both.out)) == []
 
 
-def test_a_killed_rank_ends_the_others(config, tmp_path) -> None:
+def test_a_killed_rank_ends_the_others(config, tmp_path, fork) -> None:
     """Nobody watches these two processes as torchrun would; the survivor notices by itself."""
     both = replace(config, out=str(tmp_path / "both"))
     with socket.socket() as free:
@@ -123,22 +109,11 @@ def test_a_killed_rank_ends_the_others(config, tmp_path) -> None:
         port = free.getsockname()[1]
     meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "FAIL": "killed"}
     children = [
-        subprocess.Popen(
-            [sys.executable, *words(both)],
-            env={**ENVIRONMENT, **meeting, "RANK": rank, "LOCAL_RANK": rank},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in "01"
+        fork.start(*words(both), env={**ENVIRONMENT, **meeting, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"
     ]
-    try:
-        said = [child.communicate(timeout=PATIENCE_S)[1] for child in children]
-    finally:
-        for child in children:
-            child.kill()
-    assert [child.returncode for child in children] == [1, -9]
-    assert "Another of the 2 processes has ended before its time" in said[0].splitlines()[-1]
+    done = [child.finish(PATIENCE_S) for child in children]
+    assert [process.returncode for process in done] == [1, -9]
+    assert "Another of the 2 processes has ended before its time" in done[0].stderr.splitlines()[-1]
     assert list(check_trace(both.out)) == []
     assert collect(replace(both, resume=True)).sequences == 90  # one process goes on where two stopped
     assert not list(Path(both.out).glob(".*"))

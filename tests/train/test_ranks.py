@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 
 import numpy as np
@@ -50,25 +49,18 @@ def test_an_odd_number_of_pieces_is_shared_and_too_few_are_refused():
         LengthSampler(np.array([4, 4]), 64, 0, world=3)
 
 
-def torchrun(*words: str, cwd) -> subprocess.CompletedProcess[str]:
+@pytest.fixture
+def torchrun(fork, tmp_path):
     """Run `foregate train` in two processes."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     flags = [word for name, value in SIZES.items() for word in (f"--model.network.{name}", str(value))]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    return subprocess.run(
-        [*command, "-m", "foregate.cli", "train", "--model.network", NETWORK, *flags, *RUN, *words],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
+    given = ["-m", "foregate.cli", "train", "--model.network", NETWORK, *flags, *RUN]
+    return lambda *words: fork.run(*given, *words, cwd=tmp_path, env=environment, ranks=2)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="gloo")
-def test_two_processes_train_one_predictor(trace, tmp_path):
-    done = torchrun("--trace", str(trace), "--out", "b", "--data.batch_tokens", "128", "--json", cwd=tmp_path)
+def test_two_processes_train_one_predictor(trace, tmp_path, torchrun):
+    done = torchrun("--trace", str(trace), "--out", "b", "--data.batch_tokens", "128", "--json")
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout)  # one of them printed
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "b.run"]
@@ -81,8 +73,8 @@ def test_two_processes_train_one_predictor(trace, tmp_path):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="gloo")
-def test_what_is_wrong_for_all_processes_is_said_and_ends_them(tmp_path):
-    done = torchrun("--trace", "nowhere", "--out", "b", cwd=tmp_path)
+def test_what_is_wrong_for_all_processes_is_said_and_ends_them(tmp_path, torchrun):
+    done = torchrun("--trace", "nowhere", "--out", "b")
     assert done.returncode == 1
     assert "foregate train: nowhere is no routing trace" in done.stderr
     assert list(tmp_path.iterdir()) == []
