@@ -12,7 +12,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -26,6 +26,8 @@ from ...collect.smoke import smoke
 from ...collect.trace import TraceHeader
 from ..clock import Clock, SystemClock
 from .machine import machine
+
+SMOKE = {"rounds": 2, "batches": 2, "tokens": 32}  # at most, where FOREGATE_SMOKE=1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +83,8 @@ def bench(settings: RecordBench, clock: Clock | None = None) -> dict[str, Any]:
     from ...collect.pretrained import load_pretrained
     from ...collect.recorder import RoutingRecorder
 
+    small = {name: smoke(getattr(settings, name), most) for name, most in SMOKE.items()}
+    settings = replace(settings, **small)
     before = torch.get_num_threads()
     torch.set_num_threads(settings.threads or before)
     try:
@@ -101,7 +105,7 @@ def bench(settings: RecordBench, clock: Clock | None = None) -> dict[str, Any]:
             "plain": lambda: _plain(model, pieces),
             "recorded": lambda: _recorded(model, tokenizer, pieces, header),
         }
-        spent = _in_turns(arms, smoke(settings.rounds, 2), clock or SystemClock())
+        spent = _in_turns(arms, settings.rounds, clock or SystemClock())
         dtype = str(embeddings.weight.dtype).removeprefix("torch.")
         return _report(settings, spent, sum(len(batch) for batch in pieces) * settings.tokens) | {"dtype": dtype}
     finally:
@@ -134,7 +138,7 @@ def _folder(name: str) -> str:
 def _pieces(settings: RecordBench, vocab_size: int) -> list[list[Piece]]:
     """Draw batches of full length, so that no padding makes the plain arm look slower than it is."""
     generator = np.random.default_rng(0)
-    ids = generator.integers(0, vocab_size, (smoke(settings.batches, 2), settings.batch_size, settings.tokens))
+    ids = generator.integers(0, vocab_size, (settings.batches, settings.batch_size, settings.tokens))
     return [
         [
             Piece(f"{number}-{row}", tokens.tolist(), None, Document(source=f"{number}-{row}", text=""), None)

@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from foregate.predictors import bundle_writer
+from foregate.predictors.network import Network
 from foregate.train import fit as fit_file
 from foregate.train.module import PredictorModule
+from safetensors.torch import save
 
 VOCAB = 40
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _equal_networks_are_exported_once() -> Iterator[None]:
+    """Keep graphs by settings, spec and weights, since the exporter takes many seconds and gives the same again."""
+    kept: dict[tuple[str, str, bytes], bytes] = {}
+    export_graph = bundle_writer.export_graph
+
+    def export(network: Network) -> bytes:
+        weights = save({name: value.contiguous() for name, value in network.state_dict().items()})
+        key = (repr(network.settings), repr(network.spec), weights)
+        if key not in kept:
+            kept[key] = export_graph(network)
+        return kept[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bundle_writer, "export_graph", export)
+        yield
 
 
 class Exported:
