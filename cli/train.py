@@ -19,8 +19,8 @@ def parser() -> Any:
     import jsonargparse
     from lightning.pytorch.cli import LightningArgumentParser
 
+    from ..predictors.copy_attention import CopyAttentionSettings
     from ..predictors.network import NetworkSettings
-    from ..predictors.sru_attention import SruAttentionSettings
     from ..train.data import TraceData
     from ..train.fit import FitSettings
     from ..train.module import PredictorModule
@@ -45,7 +45,7 @@ def parser() -> Any:
     made.add_lightning_class_args(TraceData, "data")
     made.add_lightning_class_args(PredictorModule, "model")
     made.link_arguments("trace", "data.trace")
-    name = f"{SruAttentionSettings.__module__}.{SruAttentionSettings.__qualname__}"
+    name = f"{CopyAttentionSettings.__module__}.{CopyAttentionSettings.__qualname__}"
     made.set_defaults({"model.network": {"class_path": name}})
     add_json(made)
     spell_flags(made)
@@ -67,7 +67,7 @@ def run(args: Any) -> int:
     settings = replace(settings, max_minutes=smoke(minutes, SMOKE_MINUTES))
     run_dir = Path(args.run_dir) if args.run_dir else out.with_name(out.name + ".run")
     init = None if args.init is None else Bundle.open(args.init)
-    module = built.model if init is None else _continued(built.model, init)
+    module = _unsettled(built.model) if init is None else _continued(built.model, init)
     built.data.setup()  # a bad trace is refused before a run is opened
     logger = open_logger(args.tracker, run_dir, out.name, resume=args.resume) if leads() else None
     places: dict[str, Any] = {"run_dir": run_dir, "resume": args.resume, "init": init}
@@ -86,19 +86,28 @@ def run(args: Any) -> int:
     return 0
 
 
+def _unsettled(module: Any) -> Any:
+    """Give a module whose family the stack chooses, where the network is the parser's own: nothing was asked for."""
+    from ..predictors.copy_attention import CopyAttentionSettings
+    from ..train.module import PredictorModule
+
+    return PredictorModule(None, **module.given_rates) if module.network_settings == CopyAttentionSettings() else module
+
+
 def _continued(module: Any, init: Any) -> Any:
     """Give a module with the rates of one and the network of a bundle.
 
     Raises:
         SettingError: if another network was asked for.
     """
+    from ..predictors.copy_attention import CopyAttentionSettings
     from ..train.module import PredictorModule
     from ..train.starting_point import network_of
 
     network = network_of(init)
-    if module.network_settings not in (network, PredictorModule().network_settings):
+    if module.network_settings not in (network, CopyAttentionSettings()):  # the parser's own
         raise SettingError(
             f"model.network is given and --init {init.path} goes on with the {network.family} network of that bundle; "
             "leave one of them out."
         )
-    return PredictorModule(network, **module.rates)
+    return PredictorModule(network, **module.given_rates)

@@ -34,6 +34,8 @@ class CopyAttentionSettings(NetworkSettings):
     """Sizes of the copying predictor."""
 
     family: ClassVar[str] = "copy_attention"
+    learning_rate: ClassVar[float] = 3e-3
+    weight_decay: ClassVar[float] = 0.02
 
     embedding: int = 128
     """Width of the token embedding."""
@@ -43,7 +45,7 @@ class CopyAttentionSettings(NetworkSettings):
     """Heads of the attention to past tokens."""
     attention: int = 48
     """Width of a head."""
-    window: int = 512
+    window: int = 256
     """Tokens that the attention looks back."""
     decays: tuple[float, ...] = (0.5, 0.8, 0.95, 0.99)
     """Factors per token by which the frequencies of past routing decay."""
@@ -97,7 +99,6 @@ class CopyAttention(TokenNetwork):
         self.history = History(spec.shape, settings.decays)
         self.token_in = nn.Linear(settings.embedding, hidden)
         self.routing_in = nn.Linear(entries, hidden, bias=False)
-        self.frequency_in = nn.Linear(entries, hidden, bias=False)
         self.gru = nn.GRU(hidden, hidden, batch_first=True)
         self.norm = nn.LayerNorm(hidden)
         self.mix = nn.Linear(hidden, hidden)
@@ -131,9 +132,8 @@ class CopyAttention(TokenNetwork):
         memory = {f"memory_{name}": value for name, value in self.memory.empty(batch)._asdict().items()}
         return {"frequency": frequency, "hidden": frequency.new_zeros(batch, self.sizes.hidden), **memory}
 
-    def _gru_in(self, token: Tensor, previous: Tensor, features: Tensor) -> Tensor:
-        slowest = features[..., -1, :, :].flatten(-2)
-        return self.token_in(token) + self.routing_in(previous.flatten(-2)) + self.frequency_in(slowest)
+    def _gru_in(self, token: Tensor, previous: Tensor) -> Tensor:
+        return self.token_in(token) + self.routing_in(previous.flatten(-2))
 
     def _logits(self, hidden: Tensor, token: Tensor, features: Tensor, now: Tensor, after: Tensor) -> Logits:
         """Add up the parts; hidden [..., H], token [..., D], features [..., R + 1, L, E], copied [..., X]."""
@@ -161,7 +161,7 @@ class CopyAttention(TokenNetwork):
     def _run(self, ids_BT: Tensor, previous_BTLE: Tensor, state: State) -> tuple[Said, State]:
         token = self.embedding(ids_BT, self.sizes.forget if self.training else 0.0)
         features, frequency = self.history.run(previous_BTLE, state["frequency"])
-        gru_in = self._drop(self._gru_in(token, previous_BTLE, features))
+        gru_in = self._drop(self._gru_in(token, previous_BTLE))
         hidden, last = self.gru(gru_in, state["hidden"][None].contiguous())
         token, hidden = self._drop(token), self._drop(hidden)
         memory = Memory(*(state[f"memory_{name}"] for name in Memory._fields))
@@ -174,7 +174,7 @@ class CopyAttention(TokenNetwork):
     def _step(self, ids_B: Tensor, previous_BLE: Tensor, state: State) -> tuple[Said, State]:
         token = self.embedding(ids_B)
         features, frequency = self.history.step(previous_BLE, state["frequency"])
-        hidden = self._gru_step(self._gru_in(token, previous_BLE, features), state["hidden"])
+        hidden = self._gru_step(self._gru_in(token, previous_BLE), state["hidden"])
         memory = Memory(*(state[f"memory_{name}"] for name in Memory._fields))
         read = torch.cat([token, hidden], dim=-1)
         copied, memory = self.memory.step(read, self._remembered(ids_B), previous_BLE.flatten(-2), memory)

@@ -31,6 +31,8 @@ class CopyLayersSettings(CopyAttentionSettings):
     """Sizes of the copying predictor of the layer horizon."""
 
     family: ClassVar[str] = "copy_layers"
+    learning_rate: ClassVar[float] = 3e-3
+    weight_decay: ClassVar[float] = 0.02
 
     layer_width: int = 128
     """Width of the network over a token's layers."""

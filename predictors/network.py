@@ -42,6 +42,10 @@ class NetworkSettings:
     """Settings of a family; subclasses add theirs and build its network."""
 
     family: ClassVar[str]
+    learning_rate: ClassVar[float] = 1e-3
+    """Highest learning rate, where training is given none."""
+    weight_decay: ClassVar[float] = 0.01
+    """Decay of matrices, where training is given none."""
 
     link: Link = "sigmoid"
     """How logits become probabilities; sigmoid trains by binary, softmax by soft-target cross-entropy."""

@@ -28,6 +28,16 @@ FAMILIES: dict[str, type[NetworkSettings]] = {
 }
 
 
+def default_settings(stack: str, top_k: int) -> NetworkSettings:
+    """Give the family that a stack's predictor is trained by where none is named; `top_k` is the largest of its layers.
+
+    A causal stack has the copying one; the others, whose tokens are all known at once, have the SRU.
+    """
+    if stack == "causal":
+        return CopyAttentionSettings()
+    return SruAttentionSettings(link="softmax" if top_k == 1 else "sigmoid")
+
+
 def settings_from_json(family: str, values: dict[str, Any]) -> NetworkSettings:
     """Build a family's settings from what `NetworkSettings.to_json` gave.
 

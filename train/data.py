@@ -53,7 +53,7 @@ class TraceData(L.LightningDataModule):
         trace: str | Path,
         stack: Stack | None = None,
         split: SplitSettings | None = None,
-        chunk_tokens: int = 512,
+        chunk_tokens: int = 256,
         context_tokens: int = 64,
         batch_tokens: int = 2048,
         memory_mib: float = MEMORY_MIB,

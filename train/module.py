@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 
 from ..collect.errors import DataError, SettingError
+from ..collect.topology import MoeTopology, Stack
 from ..collect.trace import SequenceRouting
 from ..predictors.base import PredictorSpec
 from ..predictors.metrics import RecallMeter, ranks
 from ..predictors.network import BatchNetwork, LayerNetwork, Network, NetworkSettings, TokenNetwork
-from ..predictors.registry import settings_from_json
+from ..predictors.registry import default_settings, settings_from_json
 from ..predictors.rows import RoutingStatistics
-from ..predictors.sru_attention import SruAttentionSettings
 from .data import Batch
-from .losses import LOSSES, discounted_uses, distill_loss, distillation, reuse_loss
+from .losses import LOSSES, Distillation, discounted_uses, distill_loss, distillation, reuse_loss
 from .schedule import factor, parameter_groups, progress, renew_rates
 
 KEY = "foregate"  # our entry in a Lightning checkpoint
@@ -53,9 +53,9 @@ class PredictorModule(L.LightningModule):
     """Train one network.
 
     Args:
-        network: family and sizes; the SRU predictor's own where not given.
-        learning_rate: highest learning rate.
-        weight_decay: decay of matrices; vectors and embeddings have none.
+        network: family and sizes; where not given, the stack decides: `registry.default_settings`.
+        learning_rate: highest learning rate; the family's own where not given.
+        weight_decay: decay of matrices, the family's own where not given; vectors and embeddings have none.
         lookup_share: share of the learning rate at which embeddings and skip connections learn.
         warmup_share: share of the run in which the learning rate rises; a cosine falls afterwards.
         final_share: share of the learning rate that is left at the end.
@@ -65,8 +65,8 @@ class PredictorModule(L.LightningModule):
     def __init__(
         self,
         network: NetworkSettings | None = None,
-        learning_rate: float = 1e-3,
-        weight_decay: float = 0.01,
+        learning_rate: float | None = None,
+        weight_decay: float | None = None,
         lookup_share: float = 0.3,
         warmup_share: float = 0.03,
         final_share: float = 0.02,
@@ -79,13 +79,12 @@ class PredictorModule(L.LightningModule):
             ("lookup_share", lookup_share),
             ("reuse_weight", reuse_weight),
         ):
-            if value < 0:
+            if value is not None and value < 0:
                 raise SettingError(f"{name} must not be negative, got {value}.")
         for name, value in (("warmup_share", warmup_share), ("final_share", final_share)):
             if not 0 <= value < 1:
                 raise SettingError(f"{name} must lie in [0, 1), got {value}.")
-        self.network_settings: NetworkSettings = network or SruAttentionSettings()
-        self.rates = {
+        self.given_rates = {
             "learning_rate": learning_rate,
             "weight_decay": weight_decay,
             "lookup_share": lookup_share,
@@ -93,13 +92,36 @@ class PredictorModule(L.LightningModule):
             "final_share": final_share,
             "reuse_weight": reuse_weight,
         }
-        self.distillation = distillation(self.network_settings)
+        self._settings = network
         self.seed = 0  # of what each step draws
         self.data_settings: dict[str, Any] = {}  # where training data came from, kept in checkpoints for the export
         self.sizes: dict[str, list[int]] = {}  # sequences and tokens of each part of it
         self.seen = np.zeros(0, np.int64)  # fingerprints of sequences that a bundle it started from was trained on
         self.meter: RecallMeter | None = None
         self._network: Network | None = None
+
+    def settle(self, stack: Stack, topology: MoeTopology) -> None:
+        """Choose the family by the stack, where none was given."""
+        if self._settings is None:
+            top_k = max(topology.layers[i].top_k for i in topology.layers_of(stack))
+            self._settings = default_settings(stack, top_k)
+
+    @property
+    def network_settings(self) -> NetworkSettings:
+        """Family and sizes, once they were given or settled."""
+        assert self._settings is not None, "settle() first"
+        return self._settings
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """The arguments of `__init__` that are numbers."""
+        settings = self.network_settings
+        return {name: getattr(settings, name) if value is None else value for name, value in self.given_rates.items()}
+
+    @property
+    def distillation(self) -> Distillation | None:
+        """What is learned from the routers' scores."""
+        return distillation(self.network_settings)
 
     @property
     def network(self) -> Network:

@@ -76,6 +76,7 @@ def start_where_it_stopped(module: PredictorModule, data: TraceData, checkpoint:
         DataError: if it is no checkpoint.
     """
     stored, _ = read_checkpoint(checkpoint)
+    module.settle(data.stack, data.header.topology)
     family, wanted = stored["spec"]["family"], module.network_settings
     if family != wanted.family:
         raise SettingError(
@@ -116,6 +117,7 @@ def known_ids(weights: dict[str, Tensor]) -> np.ndarray:
 
 
 def _spec(module: PredictorModule, data: TraceData, vocab_size: int) -> PredictorSpec:
+    module.settle(data.stack, data.header.topology)
     network = module.network_settings
     return PredictorSpec(
         family=network.family,
