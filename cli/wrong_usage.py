@@ -21,6 +21,7 @@ UNKNOWN, MISSING = "unrecognized arguments: ", "the following arguments are requ
 NESTED = re.compile(r"NestedArg\(key='[^']*', val=(.*)\)$", re.MULTILINE)
 CLASS = re.compile(r"Problem with given class_path '([^']+)'")
 NOT_ACCEPTED = re.compile(r"Option '([^']+)' is not accepted")
+LINKED = re.compile(r"argument (\S+) --> (\S+): ")
 OF_ONE = re.compile(r"argument (\S+): (.*)", re.DOTALL)
 
 
@@ -38,6 +39,9 @@ def explain(parser: Any, error: Exception, words: Sequence[str]) -> str:
         return missing(parser, text.removeprefix(MISSING).split(", "))
     if text.startswith("expected ") and _commands(parser):
         return f"NAME is missing; usage: {parser.prog} NAME [options], with one of {', '.join(_commands(parser))}."
+    linked = LINKED.match(text)
+    if linked is not None:
+        return f"--{linked[2]} follows from {spelled(parser, linked[1])}; give that alone."
     of_one = OF_ONE.fullmatch(text)
     if of_one is not None:
         return _of_one(parser, of_one[1], of_one[2], words)
