@@ -8,6 +8,7 @@ Knows traces and NumPy; knows nothing of predictors or tensors.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -121,8 +122,12 @@ def fingerprint(row: SequenceRouting) -> int:
 
 def statistics(rows: Sequence[SequenceRouting], topology: MoeTopology, num_experts: int) -> RoutingStatistics:
     """Count how often experts are used, overall and by token id (at most `MAX_TABLE_TOKENS`, the most frequent)."""
-    ids = np.concatenate([ids_of(row) for row in rows])
-    seen, counts = np.unique(ids[ids >= 0], return_counts=True)
+    counter: Counter[int] = Counter()  # a trace may be larger than memory
+    for row in rows:
+        ids = ids_of(row)
+        counter.update(ids[ids >= 0].tolist())
+    seen = np.array(sorted(counter), np.int64)
+    counts = np.array([counter[token] for token in seen.tolist()], np.int64)
     order = np.argsort(-counts, kind="stable")[:MAX_TABLE_TOKENS]
     seen, counts = seen[order], counts[order]
     rank = np.argsort(seen)  # positions of the sorted ids
