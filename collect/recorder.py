@@ -59,7 +59,7 @@ class LayerRouting(NamedTuple):
 
 
 class NoScoresError(ModelError):
-    """Router scores were asked for of a model whose ids do not come from a top-k."""
+    """Router scores were asked for of a model whose ids come from no top-k and no single argmax."""
 
 
 class _Call(NamedTuple):
@@ -222,8 +222,8 @@ class RoutingRecorder:
         for call in calls:
             if call.scores is None:
                 raise NoScoresError(
-                    f"{where} has no scores: its ids do not come from a top-k (but from an argmax, a table of token "
-                    "ids or a kernel); record this model without scores."
+                    f"{where} has no scores: its ids do not come from a top-k or an argmax (but from several, a table "
+                    "of token ids or a kernel); record this model without scores."
                 )
             wrong = wrongly_chosen(call.ids, call.scores)
             if wrong.any():

@@ -20,11 +20,10 @@ from foregate.collect.recorder import RoutingRecorder
 from foregate.collect.topology import MoeTopology
 from torch import nn
 
-NO_TOPK = {  # ids that do not come from a top-k
+NO_TOPK = {  # ids that come from no top-k and no single argmax
     "deepseek_v4": "layers.0.mlp",  # its first layer asks a table of token ids
     "nllb_moe": "encoder",
     "phimoe": "layers.0.mlp",
-    "switch_transformers": "encoder",
 }
 ROWS, TOKENS = 2, 11
 

@@ -174,7 +174,7 @@ def test_an_offloaded_model_records_alike(name) -> None:
 def test_switch_drops_are_visible_in_both_stacks() -> None:
     model = tiny_models.build("switch_transformers", expert_capacity=2)
     inputs = {"input_ids": batch(2, 40), "decoder_input_ids": batch(2, 30, seed=1)}
-    with torch.no_grad(), watched_routers(model) as seen, RoutingRecorder(model) as recorder:
+    with torch.no_grad(), watched_routers(model) as seen, RoutingRecorder(model, scores=True) as recorder:
         model(**inputs)
         routing = recorder.take()
     assert [layer.stack for layer in recorder.topology.layers] == ["encoder", "encoder", "decoder", "decoder"]
@@ -188,6 +188,8 @@ def test_switch_drops_are_visible_in_both_stacks() -> None:
                 counts[expert] = counts.get(expert, 0) + 1
                 assert got == (expert if counts[expert] <= 2 else -1)
         assert (taken == -1).any()
+        assert layer.scores is not None  # of dropped tokens too
+        np.testing.assert_allclose(layer.scores.reshape(logits.shape), logits.softmax(-1).numpy(), rtol=1e-5, atol=1e-7)
         assert (layer.weights[layer.experts == -1] == 0).all()
         kept = layer.experts.ravel() >= 0
         np.testing.assert_allclose(layer.weights.ravel()[kept], scores.numpy().ravel()[kept], rtol=1e-6)
