@@ -22,9 +22,10 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 demo: install
 	$(BIN)/foregate demo
 
-# Two workers, since most of a test's time is one thread's; a file's tests stay together, as its fixtures do.
+# Two workers, since most of a test's time is one thread's; a file's tests stay together, as its fixtures do, and
+# files are handed out in the order of tests/conftest.py, those that take longest first.
 test: install
-	$(BIN)/python -m pytest -n 2 --dist loadscope
+	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 
 lint: install
 	$(BIN)/ruff check .

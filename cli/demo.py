@@ -142,13 +142,13 @@ def _train(config: DemoConfig, work: Path) -> dict[str, Any]:
                 data=str(work / "texts.jsonl"),
                 out=str(work / "trace"),
                 max_sequences=smoke(200, 24),
-                max_tokens=256,
+                max_tokens=smoke(256, 64),
                 batch_size=8,
                 seed=config.seed,
             )
         )
     with _step("train and export"):
-        return train(work / "trace", work / "bundle", max_minutes=smoke(config.train_minutes, 0.1), seed=config.seed)
+        return train(work / "trace", work / "bundle", max_minutes=smoke(config.train_minutes, 0.02), seed=config.seed)
 
 
 def _build_store(config: DemoConfig, work: Path) -> tuple[Path, Path, int]:

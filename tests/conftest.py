@@ -20,6 +20,18 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+LONGEST = (  # half a minute or more each
+    "runtime/test_families.py",
+    "test_readme.py",
+    "predictors/test_contract.py",
+    "test_packaging.py",
+    "train/test_init.py",
+    "runtime/test_verify.py",
+    "runtime/test_load.py",
+    "train/test_fit.py",
+    "runtime/test_inflate.py",
+    "collect/test_ranks.py",
+)
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when huggingface_hub is imported
 os.environ.setdefault("WANDB_MODE", "offline")
@@ -34,6 +46,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options that renew what is written from the program itself."""
     parser.addoption("--freeze-cli", action="store_true", help="write tests/cli_flags.json anew")
     parser.addoption("--freeze-files", action="store_true", help="write docs/files.md anew")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest, so that no worker is left alone with one at the end."""
+    places = {ROOT / "tests" / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 def pytest_collection_finish() -> None:

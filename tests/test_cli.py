@@ -207,7 +207,7 @@ def test_log_lines_go_to_standard_error_and_the_logger_is_left_as_it_was(
 
 
 SUBPROCESS = """
-import sys, threading
+import signal, sys, threading
 from types import SimpleNamespace
 import jsonargparse
 from foregate.cli import main as program
@@ -218,6 +218,7 @@ def run(args):
 program.commands = lambda: {{"probe": "Probe."}}
 parser = lambda: jsonargparse.ArgumentParser(prog="foregate probe")
 program.command_module = lambda name: SimpleNamespace(parser=parser, run=run)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests were started with nohup or `&`
 sys.exit(program.main(["probe"]))
 """
 

@@ -325,7 +325,9 @@ def local_text():
 def test_causal_card_measured_again(local_text):
     card = read_card("foregate-mini")
     tokenizer = AutoTokenizer.from_pretrained(path("foregate-mini"))
-    model = AutoModelForCausalLM.from_pretrained(path("foregate-mini"), dtype=torch.bfloat16).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        path("foregate-mini"), dtype=torch.float32
+    ).eval()  # many times as fast on some CPUs
     length = card["training"]["schedule"]["sequence_tokens"]
     rows = causal.pack(tokenizer, local_text, length, card["training"]["seed"])
     assert rows.numel() == card["held_out"]["tokens"]
@@ -338,7 +340,7 @@ def test_causal_card_measured_again(local_text):
 def test_switch_card_measured_again(local_text):
     card = read_card("foregate-mini-switch")
     tokenizer = AutoTokenizer.from_pretrained(path("foregate-mini-switch"))
-    model = AutoModelForSeq2SeqLM.from_pretrained(path("foregate-mini-switch"), dtype=torch.bfloat16).eval()
+    model = AutoModelForSeq2SeqLM.from_pretrained(path("foregate-mini-switch"), dtype=torch.float32).eval()
     sample = dataclasses.replace(local_text, sst2=local_text.sst2[:300], mrpc=local_text.mrpc[:60])
     tasks = Tasks(tokenizer, sample, max_tokens=card["training"]["schedule"]["sequence_tokens"], seed=0)
     report = switch.measure(model, tasks)
