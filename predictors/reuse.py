@@ -61,5 +61,5 @@ class ReuseHead(nn.Module):
         """Give logits from trunk [..., H], token [..., D], features [..., R, L, E] and routing logits [..., L, E]."""
         hidden = nn.functional.gelu(self.hidden(self.norm(trunk)))
         logits = (self.heads(hidden) + self.token_skip(token)).unflatten(-1, self.shape)
-        log_routing = nn.functional.logsigmoid(routing.detach())
+        log_routing = -nn.functional.softplus(-routing.detach())  # of logsigmoid, ONNX makes log(0) below -18
         return logits + (features * self.history_skip).sum(-3) + log_routing * self.routing_skip

@@ -6,8 +6,12 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import torch
 from foregate.collect.topology import MoeTopology
 from foregate.collect.trace import SequenceRouting
+from foregate.predictors.base import PredictorSpec
+from foregate.predictors.network import Network, NetworkSettings
+from foregate.predictors.rows import statistics
 
 VOCAB = 50
 
@@ -44,3 +48,31 @@ def make_rows(
 def draw_rows() -> Callable[..., list[SequenceRouting]]:
     """Give `make_rows`."""
     return make_rows
+
+
+def build_network(
+    settings: NetworkSettings,
+    topology: MoeTopology,
+    stack: str = "causal",
+    rows: list[SequenceRouting] | None = None,
+    noise: float = 0.3,
+) -> Network:
+    """Build a network that knows every second id of a vocabulary, or those of rows and what they say, and add noise."""
+    torch.manual_seed(0)
+    spec = PredictorSpec(
+        family=settings.family, horizon=settings.horizon(stack), topology=topology, stack=stack, vocab_size=VOCAB
+    )
+    found = None if rows is None else statistics(rows, topology, spec.shape[1])
+    network = settings.build(spec, np.arange(0, VOCAB, 2) if found is None else found.token_ids)
+    if found is not None:
+        network.warm_start(found)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(noise * torch.randn_like(parameter))
+    return network.eval()
+
+
+@pytest.fixture(scope="session")
+def build() -> Callable[..., Network]:
+    """Give `build_network`."""
+    return build_network

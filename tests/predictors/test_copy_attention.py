@@ -8,6 +8,7 @@ import torch
 from foregate.collect.errors import SettingError
 from foregate.collect.topology import MoeLayer, MoeTopology
 from foregate.predictors.base import PredictorSpec
+from foregate.predictors.bundle_writer import write_bundle
 from foregate.predictors.copy_attention import CopyAttention, CopyAttentionSettings
 from foregate.predictors.routing_memory import RoutingMemory
 from foregate.predictors.rows import dense, ids_of, many_hot, statistics
@@ -149,3 +150,12 @@ def test_starts_by_copying_the_same_token(draw_rows):
 def test_bad_settings_are_refused(setting, value):
     with pytest.raises(SettingError, match=setting):
         CopyAttentionSettings(**{setting: value})
+
+
+def test_an_expert_that_is_never_expected_is_exported_with_its_reuse(tmp_path, draw_rows):
+    """A logit of -150, as the start token has: its sigmoid is 0 in float32, and the reuse head reads the logarithm."""
+    network = build(CAUSAL, draw_rows(CAUSAL))
+    with torch.no_grad():
+        network.heads.bias[::3] = -150.0
+    bundle = write_bundle(tmp_path / "bundle", network)
+    assert bundle.card["parity"]["max_abs_diff"] < 1e-4

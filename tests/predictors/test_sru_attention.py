@@ -9,7 +9,7 @@ from foregate.collect.errors import SettingError
 from foregate.collect.topology import MoeLayer, MoeTopology
 from foregate.predictors.base import PredictorSpec
 from foregate.predictors.baselines import TokenTable
-from foregate.predictors.network import BatchNetwork, Network, TokenNetwork
+from foregate.predictors.network import Network, TokenNetwork
 from foregate.predictors.rows import dense, ids_of, many_hot, statistics
 from foregate.predictors.sru_attention import SruAttentionSettings
 
@@ -67,30 +67,6 @@ def test_steps_equal_the_parallel_form(topology, discount, draw_rows):
     for name in last:
         torch.testing.assert_close(state[name], last[name], atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(resumed[name], last[name], atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("stack", ["encoder", "decoder"])
-def test_padding_changes_nothing_elsewhere(stack):
-    network = build(SWITCH, stack)
-    assert isinstance(network, BatchNetwork)
-    ids = torch.randint(0, 50, (2, 9))
-    mask = torch.arange(9) < torch.tensor([[9], [5]])
-    with torch.no_grad():
-        padded = network(ids, mask)
-        alone = network(ids[1:, :5], mask[1:, :5])
-    torch.testing.assert_close(padded[1, :5], alone[0])
-    assert torch.isfinite(padded).all()
-
-
-def test_a_decoder_does_not_look_ahead_and_an_encoder_does():
-    ids = torch.arange(0, 16, 2)[None]  # even ids are known here
-    other = ids.clone()
-    other[0, -1] = 40
-    mask = torch.ones_like(ids, dtype=torch.bool)
-    with torch.no_grad():
-        for stack, same in [("decoder", True), ("encoder", False)]:
-            network = build(SWITCH, stack)
-            assert torch.equal(network(ids, mask)[0, :-1], network(other, mask)[0, :-1]) == same
 
 
 def test_starts_at_the_token_table(draw_rows):
