@@ -142,7 +142,7 @@ def _train(config: DemoConfig, work: Path) -> dict[str, Any]:
                 data=str(work / "texts.jsonl"),
                 out=str(work / "trace"),
                 max_sequences=smoke(200, 24),
-                max_tokens=smoke(256, 64),
+                max_tokens=256,
                 batch_size=8,
                 seed=config.seed,
             )

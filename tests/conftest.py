@@ -1,7 +1,8 @@
 """What every test stands on: no network, no tracking server, process-wide settings restored after each test.
 
-And `fork`, for tests that want Python programs in processes of their own: forks of a server that has imported, once,
-what takes ten seconds. What an import itself does is tested elsewhere, in processes that start from nothing.
+Besides, a browser, and `fork` for tests that want Python programs in processes of their own: forks of a server that
+has imported, once, what takes ten seconds. What an import itself does is tested elsewhere, in processes that start from
+nothing.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -207,3 +209,30 @@ class Fork:
 def fork(tmp_path_factory: pytest.TempPathFactory) -> Fork:
     """Start Python programs without waiting for what they import."""
     return Fork(tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """Start a headless Chromium, or skip where there is none."""
+    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if chromium is None or driver is None:
+        pytest.skip("no chromium and chromedriver (make browser installs them)")
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for flag in (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--window-size=1200,900",
+    ):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    started = webdriver.Chrome(options=options, service=Service(driver))
+    try:
+        yield started
+    finally:
+        started.quit()

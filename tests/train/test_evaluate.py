@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -201,33 +200,6 @@ def test_notes_that_cast_doubt_are_told(report):
         "Note of the import, which these figures do not heed: tokens ran together."
     ]
     assert report["notes"] == []
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """Start a headless Chromium, or skip where there is none."""
-    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if chromium is None or driver is None:
-        pytest.skip("no chromium and chromedriver (make browser installs them)")
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for flag in (
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-dev-shm-usage",
-        "--window-size=1200,900",
-    ):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    started = webdriver.Chrome(options=options, service=Service(driver))
-    try:
-        yield started
-    finally:
-        started.quit()
 
 
 def test_a_browser_shows_the_page(browser, report, tmp_path):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,33 +34,6 @@ def page(values: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Pa
     path = tmp_path_factory.mktemp("page") / "assessment.html"
     write_assessment(path, values)
     return path
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """Start a headless Chromium, or skip where there is none."""
-    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if chromium is None or driver is None:
-        pytest.skip("no chromium and chromedriver (make browser installs them)")
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for flag in (
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-dev-shm-usage",
-        "--window-size=1200,900",
-    ):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    started = webdriver.Chrome(options=options, service=Service(driver))
-    try:
-        yield started
-    finally:
-        started.quit()
 
 
 def shown(browser: Any, path: Path) -> dict[str, list[list[str]]]:
