@@ -49,6 +49,11 @@ class NetworkSettings:
 
     link: Link = "sigmoid"
     """How logits become probabilities; sigmoid trains by binary, softmax by soft-target cross-entropy."""
+    distill_top: int = 0
+    """Experts of a layer, those with the largest router scores, that are learned from too; none where a trace has no
+    scores, or for 0."""
+    distill_weight: float = 1.0
+    """Weight of that beside the experts used."""
 
     def __post_init__(self) -> None:
         if self.link not in ("sigmoid", "softmax"):

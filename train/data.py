@@ -17,7 +17,7 @@ import numpy as np
 from ..collect.errors import DataError, SettingError
 from ..collect.token_texts import read_token_texts, texts_beside
 from ..collect.topology import STACKS, Stack
-from ..collect.trace import Trace, TraceHeader
+from ..collect.trace import SequenceRouting, Trace, TraceHeader
 from ..predictors.rows import fingerprint, group_of
 from .batch import Batch, Chunk, Chunks, dense_scores
 from .lazy_rows import Rows
@@ -94,7 +94,7 @@ class TraceData(L.LightningDataModule):
         assert stack in STACKS
         source = RowSource(trace, stack, int(self.memory_mib * 2**20))
         everything = Rows(source, np.arange(len(source)))
-        names = [group_of(row) for row in everything]
+        names = [self._dealt_as(row) for row in everything]
         parts = split_groups(names, self.split)
         if source.num_ids and source.lowest_id == source.highest_id:
             raise DataError(
@@ -106,6 +106,17 @@ class TraceData(L.LightningDataModule):
             self.rows[part] = Rows(source, np.flatnonzero(dealt == part))
         self.stack: Stack = stack
         self._source = source
+
+    def _dealt_as(self, row: SequenceRouting) -> str:
+        """Give the name of what stays together in the split."""
+        if self.split.by == "group":
+            return group_of(row)
+        if row.category is None:
+            raise DataError(
+                f"Sequence {row.sequence!r} of {self.trace_path} has no category, and data.split.by is category; split "
+                "by group, or record or import the trace with its categories."
+            )
+        return row.category
 
     def leave_out(self, seen: np.ndarray) -> None:
         """Take test sequences out whose fingerprints are among `seen`: a predictor learned from them before.

@@ -35,7 +35,7 @@ def distillation(settings: NetworkSettings) -> Distillation | None:
     Raises:
         SettingError: if one of them is negative.
     """
-    found = Distillation(getattr(settings, "distill_top", 0), getattr(settings, "distill_weight", 1.0))
+    found = Distillation(settings.distill_top, settings.distill_weight)
     for name, value in found._asdict().items():
         if value < 0:
             raise SettingError(f"distill_{name} must not be negative, got {value}.")

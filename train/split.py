@@ -11,6 +11,7 @@ from ..collect.errors import DataError, SettingError
 
 Part = Literal["training", "validation", "test"]
 Order = Literal["hash", "file"]
+By = Literal["group", "category"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +26,15 @@ class SplitSettings:
     """hash: by a seeded hash of the group's name. file: test groups are the last of the trace."""
     seed: int = 0
     """Seed of the hash."""
+    by: By = "group"
+    """group: documents, conversations, else sequences. category: all sequences of a category stand together, so that
+    the test is of kinds of text that training never saw."""
 
     def __post_init__(self) -> None:
         if self.order not in get_args(Order):
             raise SettingError(f"order must be one of {', '.join(get_args(Order))}, got {self.order!r}.")
+        if self.by not in get_args(By):
+            raise SettingError(f"by must be one of {', '.join(get_args(By))}, got {self.by!r}.")
         for name in ("test_share", "validation_share"):
             if not 0 < getattr(self, name) < 1:
                 raise SettingError(f"{name} must lie between 0 and 1, got {getattr(self, name)}.")
@@ -48,8 +54,9 @@ def split_groups(groups: Iterable[str], settings: SplitSettings) -> dict[str, Pa
     names = list(dict.fromkeys(groups))
     if len(names) < 3:
         raise DataError(
-            f"Training needs at least 3 groups (documents, conversations or sequences), got {len(names)}: one each to "
-            "train on, to validate and to test; record more sequences, or group them more finely."
+            f"Training needs at least 3 groups (documents, conversations or sequences; or categories), got "
+            f"{len(names)}: one each to train on, to validate and to test; record more sequences, or group them more "
+            "finely."
         )
     if settings.order == "hash":
         names.sort(key=lambda name: hashlib.sha256(f"{settings.seed}:{name}".encode()).digest())

@@ -7,6 +7,7 @@ import pytest
 from foregate.collect.errors import DataError, SettingError, TraceError
 from foregate.predictors.rows import dense, fingerprint, group_of, ids_of
 from foregate.train.data import Chunks, LengthSampler, TraceData
+from foregate.train.split import SplitSettings
 
 
 @pytest.mark.parametrize(("chunk", "context"), [(7, 3), (7, 0), (100, 5)])
@@ -63,6 +64,21 @@ def test_groups_do_not_leak(trace):
     assert not groups["validation"] & groups["test"]
     prints = [fingerprint(row) for rows in data.rows.values() for row in rows]
     assert len(prints) == len(set(prints)) == 24
+
+
+def test_categories_do_not_leak_where_they_are_dealt_out(trace, tmp_path):
+    with np.load(trace) as file:
+        names = np.array([f"kind {int(number) % 5}" for number in file["conversation"]])
+        np.savez(tmp_path / "kinds.npz", **{**file, "category": names})
+    data = TraceData(tmp_path / "kinds.npz", split=SplitSettings(by="category"))
+    data.setup()
+    kinds = {part: {row.category for row in rows} for part, rows in data.rows.items()}
+    assert [len(kinds[part]) for part in ("training", "validation", "test")] == [3, 1, 1]
+    assert len(set.union(*kinds.values())) == 5
+    with pytest.raises(DataError, match=r"has no category, and data\.split\.by is category"):
+        TraceData(trace, split=SplitSettings(by="category")).setup()
+    with pytest.raises(SettingError, match="by must be one of group, category, got 'colour'"):
+        SplitSettings(by="colour")  # pyright: ignore[reportArgumentType]
 
 
 def test_bad_data_is_refused(trace, write, tmp_path):
