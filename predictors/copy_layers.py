@@ -115,15 +115,25 @@ class CopyLayers(CopyAttention, LayerNetwork):
         return said.logits, said.logits.routing + linear + deep + copied, after
 
     def ahead(self, layer: Tensor, used_BLE: Tensor, context: State) -> Tensor:
-        """Give logits [B, L, E] of the rows ahead of `layer`, whose experts are in `used` up to it."""
-        rows = torch.arange(self.spec.shape[0], device=used_BLE.device)
-        known_LL = (rows <= layer).to(used_BLE.dtype).expand(len(rows), -1)
-        used = used_BLE[:, None]
-        past = context["memory_routing"].unflatten(-1, self.spec.shape)
-        weights = context["said_weights"][:, None]
-        copied = self._copied(used, past, weights, known_LL)
-        deep = self._deep(used, context["said_hidden"][:, None], known_LL)
-        return context["said_routing"] + (self._linear(used, known_LL) + deep + copied)[:, 0]
+        """Give logits [B, L, E] of the rows ahead of `layer`, whose experts are in `used` up to it.
+
+        Only the rows within reach, M of them, are computed: all would take ten times as long.
+        """
+        num_layers = self.spec.shape[0]
+        ahead_M = layer + 1 + torch.arange(self.layer_sizes.reach, device=used_BLE.device)
+        rows_M = ahead_M.clamp(max=num_layers - 1)
+        linear = torch.einsum("bx,mxe->bme", used_BLE.flatten(1), self.pairs[rows_M])
+        inner = (used_BLE.flatten(1) @ self.used_in + self.hidden_in(context["said_hidden"]))[:, None]
+        deep = torch.einsum("bmq,mqe->bme", F.gelu(inner + self.layer_in[rows_M]), self.layer_heads[rows_M])
+        past_BSX = context["memory_routing"]
+        known_ML = (torch.arange(num_layers, device=used_BLE.device) <= layer).to(used_BLE.dtype)
+        wanted_BMX = (used_BLE[:, None] * self._kinship(rows_M, known_ML)[..., None]).flatten(2)
+        weight_BMS, left_BM = self._weights(wanted_BMX @ past_BSX.transpose(1, 2), context["said_weights"], rows_M)
+        followed_BSME = past_BSX.unflatten(-1, self.spec.shape)[:, :, rows_M]
+        share = torch.einsum("bms,bsme->bme", weight_BMS, followed_BSME)
+        found_BME = linear + deep + self._raised(share, left_BM, rows_M)
+        place_ML = (ahead_M[:, None] == torch.arange(num_layers, device=used_BLE.device)).to(used_BLE.dtype)
+        return context["said_routing"] + torch.einsum("ml,bme->ble", place_ML, found_BME)
 
     def _linear(self, used_BTLE: Tensor, known_LL: Tensor) -> Tensor:
         """Map every expert used in a known row to every expert ahead."""
@@ -143,23 +153,33 @@ class CopyLayers(CopyAttention, LayerNetwork):
         """Copy each row from the past tokens that were routed alike in its known rows, nearer rows counting more."""
         rows = torch.arange(self.spec.shape[0], device=used_BTLE.device)
         alike_LBTS = used_BTLE.permute(2, 0, 1, 3) @ past_BSLE.permute(2, 0, 3, 1)
-        alike_LBTS = alike_LBTS / self.top_k_L[:, None, None, None]
-        distance_LL = (rows[:, None] - rows).clamp(min=1).to(used_BTLE.dtype)
-        decay_LL = torch.exp(-F.softplus(self.forget_layers) * (distance_LL - 1)) * known_LL
-        score = torch.einsum("ml,lbts->mbts", decay_LL * self.alike_L[:, None], alike_LBTS)
-        present = weights_BTS > 0
-        score = score + self.before * torch.log(weights_BTS + LEAST)
-        score = score.masked_fill(~present, -1e4)
-        nothing = self.nothing_L[:, None, None] + self.before * np.log(0.1)
-        top = torch.maximum(score.amax(-1), nothing).detach()
-        weight = torch.exp(score - top[..., None])
-        left = torch.exp(nothing - top)
+        score_BTMS = torch.einsum("ml,lbts->btms", self._kinship(rows, known_LL), alike_LBTS)
+        weight, left = self._weights(score_BTMS, weights_BTS, rows)
+        share = (weight.permute(2, 0, 1, 3) @ past_BSLE.permute(2, 0, 1, 3)).permute(1, 2, 0, 3)
+        return self._raised(share, left, rows)
+
+    def _kinship(self, rows_M: Tensor, known_ML: Tensor) -> Tensor:
+        """Give [M, L]: what an expert of a known row that a past token shares says for a row ahead."""
+        distance_ML = (rows_M[:, None] - torch.arange(self.spec.shape[0], device=rows_M.device)).clamp(min=1)
+        decay_ML = torch.exp(-F.softplus(self.forget_layers) * (distance_ML.to(known_ML.dtype) - 1)) * known_ML
+        return decay_ML * self.alike_L[rows_M][:, None] / self.top_k_L
+
+    def _weights(self, score: Tensor, said: Tensor, rows_M: Tensor) -> tuple[Tensor, Tensor]:
+        """Turn scores [..., M, S] into weights of past tokens, which the token itself gave `said` [..., S], and what
+        is left [..., M] for popularity."""
+        score = score + self.before * torch.log(said + LEAST)[..., None, :]
+        score = score.masked_fill(~(said > 0)[..., None, :], -1e4)
+        nothing_M = self.nothing_L[rows_M] + self.before * np.log(0.1)
+        top = torch.maximum(score.amax(-1), nothing_M).detach()
+        weight, left = torch.exp(score - top[..., None]), torch.exp(nothing_M - top)
         total = weight.sum(-1) + left
-        share_LBTE = (weight / total[..., None]) @ past_BSLE.permute(2, 0, 1, 3)
-        popularity_LE = self.history.popularity_LE
-        share_LBTE = share_LBTE + (left / total)[..., None] * popularity_LE[:, None, None]
-        raised = torch.log((share_LBTE + FLOOR) / (popularity_LE[:, None, None] + FLOOR))
-        return raised.permute(1, 2, 0, 3) * self.copied_LE
+        return weight / total[..., None], left / total
+
+    def _raised(self, share: Tensor, left: Tensor, rows_M: Tensor) -> Tensor:
+        """Turn shares [..., M, E] into logits; popularity has what is left [..., M]."""
+        popularity_ME = self.history.popularity_LE[rows_M]
+        share = share + left[..., None] * popularity_ME
+        return torch.log((share + FLOOR) / (popularity_ME + FLOOR)) * self.copied_LE[rows_M]
 
 
 def _named(said: Said) -> State:

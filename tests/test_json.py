@@ -64,7 +64,7 @@ def test_import_merge_simulate_and_assess(values: Values, folder: Path) -> None:
 def test_train_evaluate_and_export(values: Values, folder: Path) -> None:
     made = values("train", "--trace", "trace", "--out", "bundle", "--max-minutes", "0.1", "--fit.max_steps", "3")
     assert made["bundle"] == "bundle"
-    assert made["family"] == "sru_attention"
+    assert made["family"] == "copy_attention"
     assert {"recall_at_k", "baselines"} <= set(made["metrics"])
     report = values("evaluate", "bundle", "trace")
     wanted = {"horizons", "recall_at_k", "recall_at", "baselines", "interval", "recovered_share", "latency_ms"}

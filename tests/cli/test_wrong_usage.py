@@ -126,7 +126,10 @@ CASES = {
         ["simulate", "--as", "decod"],
         "one of decode, prefill, recorded, got 'decod'; did you mean 'decode'?",
     ),
-    "what follows from another": (["train", "--data.trace", "t"], "--data.trace follows from --trace; give that alone."),
+    "what follows from another": (
+        ["train", "--data.trace", "t"],
+        "--data.trace follows from --trace; give that alone.",
+    ),
     "unknown below": (["train", "--model.network.hiden", "3"], "has no setting 'hiden'; did you mean 'hidden'?"),
     "unknown and far": (["train", "--data.split.foo", "3"], "legal are test_share, validation_share, order, seed."),
     "a class": (["train", "--model.network", "SruAttentionSetings"], "did you mean 'SruAttentionSettings'?"),
