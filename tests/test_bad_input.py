@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import transformers  # noqa: F401  # its log handler must not be made while standard error is captured
 from foregate.cli.main import main
 from foregate.runtime import models
 

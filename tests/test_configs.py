@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from argparse import ArgumentError
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +28,12 @@ def name_of(path: Path) -> str:
 
 def parser_for(path: Path) -> jsonargparse.ArgumentParser:
     """Give the parser that a config belongs to: the command its folder is named after, or the mini recipe's."""
-    folder = path.relative_to(CONFIGS).parts[0]
+    return parser_of(path.relative_to(CONFIGS).parts[0])
+
+
+@functools.cache  # training's takes two seconds to build
+def parser_of(folder: str) -> jsonargparse.ArgumentParser:
+    """Give the parser that the configs of a folder belong to."""
     if folder == "mini":
         from foregate.train.mini.recipe import recipe_parser
 
