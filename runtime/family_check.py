@@ -91,7 +91,7 @@ def _record(name: str) -> list[str]:
     scores = _has_scores(model)
     with RoutingRecorder(model, scores=scores) as recorder:
         if not scores:
-            notes.append("no scores: its ids do not come from a top-k")
+            notes.append("no scores: its ids come from no top-k and no single argmax")
         header = TraceHeader(
             topology=topology_of(model), vocab_size=tiny_models.VOCAB_SIZE, scores="selection" if scores else ""
         )

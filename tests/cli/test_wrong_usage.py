@@ -131,7 +131,7 @@ CASES = {
         "--data.trace follows from --trace; give that alone.",
     ),
     "unknown below": (["train", "--model.network.hiden", "3"], "has no setting 'hiden'; did you mean 'hidden'?"),
-    "unknown and far": (["train", "--data.split.foo", "3"], "legal are test_share, validation_share, order, seed."),
+    "unknown and far": (["train", "--data.split.foo", "3"], "legal are test_share, validation_share, order, seed, by."),
     "a class": (["train", "--model.network", "SruAttentionSetings"], "did you mean 'SruAttentionSettings'?"),
     "a class to explain": (["train", "--model.network.help", "a"], "--model.network.help must be the name of a class"),
     "a group": (["train", "--fit", "a"], "--fit must be a YAML file with its settings, got 'a'; one by one they are"),

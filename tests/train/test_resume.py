@@ -115,7 +115,7 @@ def test_another_run_is_not_resumed(trace, write, no_export, tmp_path):
     more = write(tmp_path / "more.npz", sequences=30)
     for data, module, text in (
         (data_of(trace), PredictorModule(other), r"--model\.network\.\w+ .* give the same"),
-        (TraceData(trace, batch_tokens=99), PredictorModule(SMALL), r"--data\.chunk_tokens 16, .* 512; give the same"),
+        (TraceData(trace, batch_tokens=99), PredictorModule(SMALL), r"--data\.chunk_tokens 16, .* 256; give the same"),
         (data_of(more), PredictorModule(SMALL), "is of a run on another trace"),
     ):
         with pytest.raises(SettingError, match=text):

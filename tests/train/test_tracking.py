@@ -87,7 +87,8 @@ def test_a_resumed_run_is_the_same_run(tmp_path, monkeypatch):
     wandb.teardown()
     assert ids[0] == ids[1] != ids[2]
     assert (tmp_path / "run" / "wandb_run_id").read_text().strip() == ids[2]
-    assert {path.name.rpartition("-")[2] for path in (tmp_path / "run" / "wandb").glob("offline-run-*")} == set(ids)
+    folders = (tmp_path / "run" / "wandb").glob("offline-run-*")  # offline-run-TIME-ID, then -1 where that is taken
+    assert {path.name.split("-")[3] for path in folders} == set(ids)
 
 
 def test_csv_and_no_tracking(trace, no_export, tmp_path, monkeypatch):
