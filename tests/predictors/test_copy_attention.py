@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from foregate.collect.errors import SettingError
 from foregate.collect.topology import MoeLayer, MoeTopology
-from foregate.predictors.base import PredictorSpec
 from foregate.predictors.bundle_writer import write_bundle
-from foregate.predictors.copy_attention import CopyAttention, CopyAttentionSettings
+from foregate.predictors.copy_attention import CopyAttentionSettings
 from foregate.predictors.routing_memory import RoutingMemory
-from foregate.predictors.rows import dense, ids_of, many_hot, statistics
+from foregate.predictors.rows import dense, ids_of, many_hot
 
 CAUSAL = MoeTopology.uniform(3, 8, 2)
 UNEVEN = MoeTopology(
@@ -20,24 +22,17 @@ UNEVEN = MoeTopology(
 SMALL = {"embedding": 6, "hidden": 8, "heads": 2, "attention": 4, "window": 5, "decays": (0.5, 0.9)}
 
 
-def build(topology: MoeTopology, rows=None, noise: float = 0.3, **settings) -> CopyAttention:
-    torch.manual_seed(0)
-    spec = PredictorSpec(family="copy_attention", horizon="token", topology=topology, stack="causal", vocab_size=50)
-    found = None if rows is None else statistics(rows, topology, spec.shape[1])
-    network = CopyAttentionSettings(**(SMALL | settings)).build(
-        spec, np.arange(0, 50, 2) if found is None else found.token_ids
+@pytest.fixture(scope="module")
+def build(build) -> Callable[..., Any]:
+    """Build the family's small network."""
+    return lambda topology, rows=None, noise=0.3, **settings: build(
+        CopyAttentionSettings(**(SMALL | settings)), topology, rows=rows, noise=noise
     )
-    if found is not None:
-        network.warm_start(found)
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.add_(noise * torch.randn_like(parameter))
-    return network.eval()
 
 
 @pytest.mark.parametrize("discount", [0.0, 0.7])
 @pytest.mark.parametrize("topology", [CAUSAL, UNEVEN], ids=["uniform", "uneven"])
-def test_steps_equal_the_parallel_form(topology, discount, draw_rows):
+def test_steps_equal_the_parallel_form(topology, discount, draw_rows, build):
     """In one piece, in two, and token by token, with a window shorter than the sequence."""
     rows = draw_rows(topology, sequences=2, tokens=(19, 20))
     network = build(topology, rows, discount=discount)
@@ -66,7 +61,7 @@ def test_steps_equal_the_parallel_form(topology, discount, draw_rows):
         torch.testing.assert_close(resumed[name], last[name], atol=1e-5, rtol=1e-5)
 
 
-def test_all_parameters_learn(draw_rows):
+def test_all_parameters_learn(draw_rows, build):
     network = build(CAUSAL, noise=0.05).train()
     ids = torch.randint(0, 4, (2, 9))
     logits, _ = network(ids, (torch.rand(2, 9, 3, 8) < 0.25).float(), network.start(2))
@@ -124,7 +119,7 @@ def test_memory_by_the_definition():
             torch.testing.assert_close(copied.next[0, t], after, atol=1e-5, rtol=1e-4)
 
 
-def test_starts_by_copying_the_same_token(draw_rows):
+def test_starts_by_copying_the_same_token(draw_rows, build):
     """Before any gradient, a token that came before raises what it used then, far above what another one would."""
     network = build(CAUSAL, draw_rows(CAUSAL), noise=0.0, window=16)
     used = torch.zeros(1, 12, 3, 8)
@@ -152,7 +147,7 @@ def test_bad_settings_are_refused(setting, value):
         CopyAttentionSettings(**{setting: value})
 
 
-def test_an_expert_that_is_never_expected_is_exported_with_its_reuse(tmp_path, draw_rows):
+def test_an_expert_that_is_never_expected_is_exported_with_its_reuse(tmp_path, draw_rows, build):
     """A logit of -150, as the start token has: its sigmoid is 0 in float32, and the reuse head reads the logarithm."""
     network = build(CAUSAL, draw_rows(CAUSAL))
     with torch.no_grad():

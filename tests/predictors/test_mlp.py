@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -9,8 +12,8 @@ from foregate.collect.errors import SettingError
 from foregate.collect.topology import MoeLayer, MoeTopology
 from foregate.predictors.base import PredictorSpec
 from foregate.predictors.baselines import TokenTable
-from foregate.predictors.mlp import MlpNetwork, MlpSettings
-from foregate.predictors.rows import dense, ids_of, many_hot, statistics
+from foregate.predictors.mlp import MlpSettings
+from foregate.predictors.rows import dense, ids_of, many_hot
 
 UNIFORM = MoeTopology.uniform(5, 8, 2)
 UNEVEN = MoeTopology(
@@ -21,18 +24,12 @@ UNEVEN = MoeTopology(
 SMALL = {"embedding": 6, "hidden": 10, "window": 3, "reach": 3}
 
 
-def build(topology: MoeTopology, *, noise: float = 0.3, rows=None, **settings) -> MlpNetwork:
-    torch.manual_seed(0)
-    chosen = MlpSettings(**(SMALL | settings))
-    spec = PredictorSpec(family="mlp", horizon="layer", topology=topology, stack="causal", vocab_size=50)
-    found = None if rows is None else statistics(rows, topology, spec.shape[1])
-    network = chosen.build(spec, np.arange(0, 50, 2) if found is None else found.token_ids)
-    if found is not None:
-        network.warm_start(found)
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.add_(noise * torch.randn_like(parameter))
-    return network.eval()
+@pytest.fixture(scope="module")
+def build(build) -> Callable[..., Any]:
+    """Build the family's small network."""
+    return lambda topology, rows=None, noise=0.3, **settings: build(
+        MlpSettings(**(SMALL | settings)), topology, rows=rows, noise=noise
+    )
 
 
 def inputs(topology: MoeTopology, draw_rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -46,7 +43,7 @@ def inputs(topology: MoeTopology, draw_rows) -> tuple[torch.Tensor, torch.Tensor
 @pytest.mark.parametrize("window", [3, 4, 9])
 @pytest.mark.parametrize("topology", [UNIFORM, UNEVEN], ids=["uniform", "uneven"])
 @torch.no_grad()
-def test_layer_by_layer_equals_the_parallel_form(topology, window, draw_rows):
+def test_layer_by_layer_equals_the_parallel_form(topology, window, draw_rows, build):
     network = build(topology, window=window)
     ids, previous, used = inputs(topology, draw_rows)
     whole, last = network(ids, previous, network.start(2))
@@ -64,7 +61,7 @@ def test_layer_by_layer_equals_the_parallel_form(topology, window, draw_rows):
 
 
 @torch.no_grad()
-def test_a_row_knows_its_window_up_to_the_stride_and_no_other_token(draw_rows):
+def test_a_row_knows_its_window_up_to_the_stride_and_no_other_token(draw_rows, build):
     network = build(UNIFORM, window=3)
     ids, previous, used = inputs(UNIFORM, draw_rows)
 
@@ -82,7 +79,7 @@ def test_a_row_knows_its_window_up_to_the_stride_and_no_other_token(draw_rows):
 
 
 @torch.no_grad()
-def test_starts_at_the_token_table(draw_rows):
+def test_starts_at_the_token_table(draw_rows, build):
     rows = draw_rows(UNIFORM, sequences=60)
     network = build(UNIFORM, noise=0.0, rows=rows, embedding=40)
     table = TokenTable(network.spec).fit(rows)
