@@ -48,13 +48,12 @@ def test_recovered_share() -> None:
 def test_reference_counts(
     shared: Path, name: str, sequences: int, accesses: int, counts: dict[int, tuple[int, int]]
 ) -> None:
-    """By what simulation takes, which is compiled where numba is there; at one capacity by the engine's cache too."""
+    """By the engine's cache and policies, and by what simulation takes, which is compiled where numba is there."""
     trace = Trace.open(shared / "traces" / f"{name}.npz")
     events = events_of(islice(trace, sequences), trace.topology, "decode")
-    capacity, misses = next(iter(counts.items()))
-    lru, belady = replay_lru(events, capacity), replay_belady(events, capacity)
-    assert lru.accesses == accesses
-    assert (lru.misses, belady.misses) == misses
     for capacity, misses in counts.items():
+        lru, belady = replay_lru(events, capacity), replay_belady(events, capacity)
+        assert lru.accesses == accesses
+        assert (lru.misses, belady.misses) == misses
         results = simulate(events, capacity, ["lru", "belady"], trace.topology)
         assert tuple(result.misses for result in results.values()) == misses
