@@ -22,19 +22,19 @@ BUCKETS, FURTHEST = 32, 128  # T5's: half of the buckets for a distance each, th
 class DistanceBias(nn.Module):
     """Learn what is added to a score for how far the source lies before the query, or after it."""
 
-    def __init__(self, heads: int, *, both_sides: bool) -> None:
+    def __init__(self, heads: int, *, both_sides: bool, buckets: int = BUCKETS, furthest: int = FURTHEST) -> None:
         super().__init__()
-        self.both_sides = both_sides
-        self.table = nn.Parameter(torch.zeros(BUCKETS * (2 if both_sides else 1), heads))
+        self.both_sides, self.buckets, self.furthest = both_sides, buckets, furthest
+        self.table = nn.Parameter(torch.zeros(buckets * (2 if both_sides else 1), heads))
 
     def forward(self, age_TS: Tensor) -> Tensor:
         """Give [N, T, S] for how many steps before its query each source is, negative after it."""
         away = age_TS.abs()
-        exact = BUCKETS // 2
-        logs = torch.log(away.clamp(min=1).float() / exact) / math.log(FURTHEST / exact) * (BUCKETS - exact)
-        buckets = torch.where(away < exact, away, (exact + logs.long()).clamp(exact, BUCKETS - 1))
+        exact = self.buckets // 2
+        logs = torch.log(away.clamp(min=1).float() / exact) / math.log(self.furthest / exact) * (self.buckets - exact)
+        buckets = torch.where(away < exact, away, (exact + logs.long()).clamp(exact, self.buckets - 1))
         if self.both_sides:
-            buckets = buckets + BUCKETS * (age_TS < 0)
+            buckets = buckets + self.buckets * (age_TS < 0)
         return self.table[buckets].movedim(-1, 0)
 
 

@@ -83,6 +83,10 @@ class NetworkSettings:
         """Build the network for a spec; `known_ids` are the token ids that get an embedding of their own."""
         raise NotImplementedError
 
+    def source_model(self) -> str | None:
+        """Name the model that `Network.start_from_model` is to be given when training starts anew, if any."""
+        return None
+
     def horizon(self, stack: str) -> Horizon:
         """Say how far ahead the family predicts a stack."""
         return "token" if stack == "causal" else "batch"
@@ -116,6 +120,10 @@ class Network(nn.Module):
         A network without parameters has learned everything by it, and no gradient follows.
         """
         self.warm_start(statistics)
+
+    def start_from_model(self, model: Any) -> None:
+        """Take what the family takes from the model itself, a transformers model; called after `learn`."""
+        raise NotImplementedError
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Turn logits [..., L, E] into the probability that the token uses the expert."""

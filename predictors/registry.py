@@ -12,6 +12,7 @@ from .lstm_sparsemax import LstmSparsemaxSettings
 from .mlp import MlpSettings
 from .network import NetworkSettings
 from .routing_path import RoutingPathSettings
+from .shadow import ShadowSettings
 from .sru_attention import SruAttentionSettings
 
 FAMILIES: dict[str, type[NetworkSettings]] = {
@@ -23,6 +24,7 @@ FAMILIES: dict[str, type[NetworkSettings]] = {
         LstmSparsemaxSettings,
         MlpSettings,
         RoutingPathSettings,
+        ShadowSettings,
         SruAttentionSettings,
     )
 }

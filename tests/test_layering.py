@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ORDER = ["collect", "predictors", "runtime", "train", "cli"]  # each may import itself and what stands before it
 FOLDERS = [*ORDER, "configs"]
 FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
-PURE = {"policies", "cache", "replay"}  # what train may use of the runtime
+PURE = {"policies", "cache", "replay", "models"}  # what train may use of the runtime
 HEAVY = {"lightning", "pytorch_lightning", "wandb", "sklearn", "sru", "datasets", "onnxruntime", "matplotlib"}
 MOST_CPU_S = 3.0
 

@@ -24,6 +24,7 @@ from ..predictors.registry import settings_from_json
 from ..predictors.reuse import horizon_of
 from ..predictors.rows import MAX_TABLE_TOKENS, statistics
 from ..predictors.token_embedding import TokenEmbedding
+from ..runtime.models import find
 from .data import TraceData
 from .module import PredictorModule, read_checkpoint
 
@@ -37,6 +38,12 @@ def start_anew(module: PredictorModule, data: TraceData) -> None:
     found = statistics(rows, spec.topology, spec.shape[1])._replace(texts=data.texts)
     spelt = np.setdiff1d(np.arange(len(data.texts or ())), found.token_ids)
     module.build(spec, np.concatenate([found.token_ids, spelt]), found, rows)
+    source = module.network_settings.source_model()
+    if source is not None:
+        from ..collect.pretrained import load_pretrained  # transformers only here
+
+        model, _ = load_pretrained(find(source), dtype="float32")
+        module.network.start_from_model(model)
     _connect(module, data)
 
 

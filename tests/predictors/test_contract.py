@@ -37,6 +37,7 @@ SMALL = {
     "lstm_sparsemax": {"embedding": 8, "hidden": 12, "attention": 4, "window": 4},
     "mlp": {"embedding": 8, "hidden": 12, "window": 3},
     "routing_path": {"hidden": 8, "feed_forward": 12, "encoder_layers": 2, "heads": 2, "window": 4},
+    "shadow": {"hidden": 8, "heads": 2, "head_width": 4, "feed_forward": 6},
     "sru_attention": {
         "embedding": 8,
         "hidden": 16,
@@ -47,12 +48,14 @@ SMALL = {
     },
 }
 STACKS = ("causal", "encoder")
+ENCODERS_ONLY = ("shadow",)
 
 
 def horizons_of(name: str) -> list[Horizon]:
     """Give the horizons that a family has, by the stack it serves; free predictors have all that they can do."""
     if name in FAMILIES:
-        return list(dict.fromkeys(FAMILIES[name](**SMALL[name]).horizon(stack) for stack in STACKS))
+        stacks = STACKS[1:] if name in ENCODERS_ONLY else STACKS
+        return list(dict.fromkeys(FAMILIES[name](**SMALL[name]).horizon(stack) for stack in stacks))
     kind = BASELINES[name]
     if hasattr(kind, "ahead"):
         return ["layer"]

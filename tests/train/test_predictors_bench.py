@@ -79,7 +79,7 @@ def trace(tmp_path) -> Path:
 
 def settings(tmp_path: Path, trace: Path, **others: Any) -> PredictorsBench:
     given: dict[str, Any] = {"families": "sru_attention", "minutes": 2.0, "cells": str(tmp_path / "cells")}
-    return PredictorsBench(traces=str(trace), **(given | others))
+    return PredictorsBench(**({"traces": str(trace)} | given | others))
 
 
 def test_a_cell_is_trained_once(program, tmp_path, trace, monkeypatch):
@@ -145,6 +145,36 @@ def test_pages_sort_by_recall_and_name_the_machine():
     page = results_page([result("worse", 0.55), result("better", 0.65)])
     assert page.index("| better |") < page.index("| worse |")
     assert "made-up, 2 cores, 4.0 GiB; Python 3.11, torch 2.13; accelerator: none" in page
+
+
+def test_a_cell_may_be_tested_on_another_trace(program, tmp_path, trace, monkeypatch):
+    other = tmp_path / "dev.npz"
+    other.write_bytes(b"another trace")
+    told = evaluation(0.8)
+    told["horizons"] = {"batch": told["horizons"]["token"]}
+    for figure in (told["horizons"]["batch"], told["horizons"]["batch"]["free"]["token_table"]):
+        figure["recall_at"] = {"1": 0.8, "3": 0.95}
+    monkeypatch.setattr(cells, "_foregate", lambda words: told if words[0] == "evaluate" else program(words))
+    page = tmp_path / "page.md"
+    first = bench(settings(tmp_path, trace, page=str(page), traces=f"{trace}+{other}"), MACHINE)
+    assert list(first["arms"]) == ["small.sru_attention.2min.seed0"]
+    assert "Trace `small.npz`, tested on `dev.npz`." in page.read_text()
+    assert "| 0.790 to 0.810 | **0.9500** | +0.300" in page.read_text()
+    other.write_bytes(b"changed")
+    with pytest.raises(DataError, match="made from another trace"):
+        bench(settings(tmp_path, trace, traces=f"{trace}+{other}"), MACHINE)
+    with pytest.raises(SettingError, match=r"TRAINED or TRAINED\+TESTED"):
+        bench(settings(tmp_path, trace, traces=f"{trace}+{trace}+{trace}"), MACHINE)
+
+
+def test_whole_categories_held_out_are_cells_of_their_own(program, tmp_path, trace):
+    page = tmp_path / "page.md"
+    bench(settings(tmp_path, trace), MACHINE)
+    found = bench(settings(tmp_path, trace, split_by="category", page=str(page)), MACHINE)
+    assert set(found["arms"]) == {"small.sru_attention.2min.seed0", "small.sru_attention.2min.seed0.by-category"}
+    words = [call for call in program.calls if call[0] == "train"][1]
+    assert words[words.index("--data.split.by") + 1] == "category"
+    assert "## small, held out by category" in page.read_text()
 
 
 def test_bad_settings_are_refused(tmp_path):

@@ -39,11 +39,16 @@ class Cell:
     """Longest training."""
     seed: int
     """Seed of weights and dropout; the split's own stays 0."""
+    tested: Path | None = None
+    """Trace that is evaluated, where that is not the held-out part of the one that is trained on."""
+    split_by: str = "group"
+    """What stays together when sequences are held out."""
 
     @property
     def name(self) -> str:
         """Folder of the cell."""
-        return f"{self.label}.{self.config}.{self.minutes:g}min.seed{self.seed}"
+        split = "" if self.split_by == "group" else f".by-{self.split_by}"
+        return f"{self.label}.{self.config}.{self.minutes:g}min.seed{self.seed}{split}"
 
 
 def run_cell(cell: Cell, folder: Path, machine: dict[str, Any]) -> dict[str, Any]:
@@ -76,9 +81,9 @@ def run_cell(cell: Cell, folder: Path, machine: dict[str, Any]) -> dict[str, Any
         log.info("%s: training", cell.name)
         _write(trained, _foregate(_training(cell, own)))
     log.info("%s: evaluating", cell.name)
-    evaluation = _foregate(["evaluate", str(own / BUNDLE), str(cell.trace)])
+    evaluation = _foregate(["evaluate", str(own / BUNDLE), str(cell.tested or cell.trace)])
     result = {
-        "cell": {**asdict(cell), "trace": cell.trace.name},
+        "cell": {**asdict(cell), "trace": cell.trace.name, "tested": cell.tested and cell.tested.name},
         "inputs": inputs,
         "machine": machine,
         "train": json.loads(trained.read_text(encoding="utf-8")),
@@ -104,7 +109,7 @@ def _training(cell: Cell, own: Path) -> list[str]:
         "train",
         *("--config", cell.config, "--trace", str(cell.trace), "--out", str(own / BUNDLE)),
         *("--run-dir", str(own / RUN), "--max-minutes", str(cell.minutes), "--fit.seed", str(cell.seed)),
-        *("--tracker", "csv"),
+        *("--data.split.by", cell.split_by, "--tracker", "csv"),
         *resume,
     ]
 
@@ -120,10 +125,8 @@ def _foregate(words: list[str]) -> dict[str, Any]:
 
 def _inputs(cell: Cell) -> dict[str, Any]:
     """Say what a result depends on, by content."""
-    return {
-        "trace": _digest(cell.trace),
-        "config": _digest(find_config("train", cell.config)),
-    }
+    tested = {} if cell.tested is None else {"tested": _digest(cell.tested)}
+    return {"trace": _digest(cell.trace), "config": _digest(find_config("train", cell.config)), **tested}
 
 
 def _digest(path: Path) -> str:

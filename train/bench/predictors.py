@@ -14,6 +14,7 @@ from typing import Any
 from ...collect.errors import DataError, SettingError
 from ...collect.smoke import smoke
 from ...configs import config_names, find_config
+from ..split import By
 from .cells import Cell, read_cell, run_cell
 from .results_page import results_page
 
@@ -31,13 +32,16 @@ class PredictorsBench:
     """Train every family on every trace and say what each is worth, beside what is free."""
 
     traces: str = ",".join(TRACES)
-    """Traces, with commas: names of those under FOREGATE_SHARED (../shared by default), or paths."""
+    """Traces, with commas: names of those under FOREGATE_SHARED (../shared by default), or paths; TRAINED+TESTED to
+    evaluate on another one than the held-out part."""
     families: str = ",".join(CAUSAL)
     """Packaged configs of foregate train, with commas."""
     minutes: float = 8.0
     """Longest training of a cell."""
     seed: int = 0
     """Seed of weights and dropout."""
+    split_by: By = "group"
+    """What stays together when sequences are held out: a group, as a conversation, or a whole category of text."""
     cells: str = "runs/predictors"
     """Folder where results are kept; cells that are there already are not trained again."""
     page: str | None = None
@@ -97,20 +101,24 @@ def describe(result: dict[str, Any]) -> str:
 def _cells(settings: PredictorsBench) -> list[Cell]:
     shared = Path(os.environ.get("FOREGATE_SHARED", "../shared")) / "traces"
     cells = []
-    for trace in settings.named(settings.traces):
-        path = shared / TRACES[trace] if trace in TRACES else Path(trace)
-        if not path.exists():
+    for pair in settings.named(settings.traces):
+        paths = [shared / TRACES[name] if name in TRACES else Path(name) for name in pair.split("+")]
+        absent = [path for path in paths if not path.exists()]
+        if absent:
             raise DataError(
-                f"There is no trace {path}; name one, or set FOREGATE_SHARED to the folder that has traces/."
+                f"There is no trace {absent[0]}; name one, or set FOREGATE_SHARED to the folder that has traces/."
             )
-        label = trace if trace in TRACES else path.stem
+        if len(paths) > 2:
+            raise SettingError(f"traces must be TRAINED or TRAINED+TESTED, got {pair!r}.")
         cells += [
             Cell(
-                label=label,
-                trace=path,
+                label=pair if pair in TRACES else paths[0].stem,
+                trace=paths[0],
+                tested=paths[1] if len(paths) == 2 else None,
                 config=config,
                 minutes=smoke(settings.minutes, SMOKE_MINUTES),
                 seed=settings.seed,
+                split_by=settings.split_by,
             )
             for config in settings.named(settings.families)
         ]
@@ -119,7 +127,8 @@ def _cells(settings: PredictorsBench) -> list[Cell]:
 
 def _name(result: dict[str, Any]) -> str:
     cell = result["cell"]
-    return f"{cell['label']}.{cell['config']}.{cell['minutes']:g}min.seed{cell['seed']}"
+    split = "" if cell.get("split_by", "group") == "group" else f".by-{cell['split_by']}"
+    return f"{cell['label']}.{cell['config']}.{cell['minutes']:g}min.seed{cell['seed']}{split}"
 
 
 def _arm(result: dict[str, Any]) -> dict[str, Any]:
