@@ -23,6 +23,7 @@ from .copy_attention import CopyAttention, CopyAttentionSettings, Said
 from .history import FLOOR
 from .network import LayerNetwork, Logits, State
 
+MASKED = -1e4
 LEAST = 1e-4  # weight of a past token below which it is as good as none
 
 
@@ -128,7 +129,8 @@ class CopyLayers(CopyAttention, LayerNetwork):
         past_BSX = context["memory_routing"]
         known_ML = (torch.arange(num_layers, device=used_BLE.device) <= layer).to(used_BLE.dtype)
         wanted_BMX = (used_BLE[:, None] * self._kinship(rows_M, known_ML)[..., None]).flatten(2)
-        weight_BMS, left_BM = self._weights(wanted_BMX @ past_BSX.transpose(1, 2), context["said_weights"], rows_M)
+        scores_BMS = wanted_BMX @ past_BSX.transpose(1, 2) + self._before(context["said_weights"])[:, None]
+        weight_BMS, left_BM = _shares(scores_BMS, self._nothing(rows_M)[:, None])
         followed_BSME = past_BSX.unflatten(-1, self.spec.shape)[:, :, rows_M]
         share = torch.einsum("bms,bsme->bme", weight_BMS, followed_BSME)
         found_BME = linear + deep + self._raised(share, left_BM, rows_M)
@@ -153,10 +155,10 @@ class CopyLayers(CopyAttention, LayerNetwork):
         """Copy each row from the past tokens that were routed alike in its known rows, nearer rows counting more."""
         rows = torch.arange(self.spec.shape[0], device=used_BTLE.device)
         alike_LBTS = used_BTLE.permute(2, 0, 1, 3) @ past_BSLE.permute(2, 0, 3, 1)
-        score_BTMS = torch.einsum("ml,lbts->btms", self._kinship(rows, known_LL), alike_LBTS)
-        weight, left = self._weights(score_BTMS, weights_BTS, rows)
-        share = (weight.permute(2, 0, 1, 3) @ past_BSLE.permute(2, 0, 1, 3)).permute(1, 2, 0, 3)
-        return self._raised(share, left, rows)
+        scores_LBTS = (self._kinship(rows, known_LL) @ alike_LBTS.flatten(1)).view_as(alike_LBTS)
+        weights, left_LBT = _shares(scores_LBTS + self._before(weights_BTS), self._nothing(rows)[:, None, None, None])
+        share_LBTE = weights @ past_BSLE.permute(2, 0, 1, 3)
+        return self._raised(share_LBTE.permute(1, 2, 0, 3), left_LBT.permute(1, 2, 0), rows)
 
     def _kinship(self, rows_M: Tensor, known_ML: Tensor) -> Tensor:
         """Give [M, L]: what an expert of a known row that a past token shares says for a row ahead."""
@@ -164,22 +166,25 @@ class CopyLayers(CopyAttention, LayerNetwork):
         decay_ML = torch.exp(-F.softplus(self.forget_layers) * (distance_ML.to(known_ML.dtype) - 1)) * known_ML
         return decay_ML * self.alike_L[rows_M][:, None] / self.top_k_L
 
-    def _weights(self, score: Tensor, said: Tensor, rows_M: Tensor) -> tuple[Tensor, Tensor]:
-        """Turn scores [..., M, S] into weights of past tokens, which the token itself gave `said` [..., S], and what
-        is left [..., M] for popularity."""
-        score = score + self.before * torch.log(said + LEAST)[..., None, :]
-        score = score.masked_fill(~(said > 0)[..., None, :], -1e4)
-        nothing_M = self.nothing_L[rows_M] + self.before * np.log(0.1)
-        top = torch.maximum(score.amax(-1), nothing_M).detach()
-        weight, left = torch.exp(score - top[..., None]), torch.exp(nothing_M - top)
-        total = weight.sum(-1) + left
-        return weight / total[..., None], left / total
+    def _before(self, said: Tensor) -> Tensor:
+        """Give what is added to the score of a past token that the token itself gave the weight `said`, [..., S]."""
+        return torch.where(said > 0, self.before * torch.log(said + LEAST), MASKED)
+
+    def _nothing(self, rows_M: Tensor) -> Tensor:
+        """Give the score of popularity, [M]."""
+        return self.nothing_L[rows_M] + self.before * np.log(0.1)
 
     def _raised(self, share: Tensor, left: Tensor, rows_M: Tensor) -> Tensor:
         """Turn shares [..., M, E] into logits; popularity has what is left [..., M]."""
         popularity_ME = self.history.popularity_LE[rows_M]
         share = share + left[..., None] * popularity_ME
         return torch.log((share + FLOOR) / (popularity_ME + FLOOR)) * self.copied_LE[rows_M]
+
+
+def _shares(scores: Tensor, nothing: Tensor) -> tuple[Tensor, Tensor]:
+    """Turn scores [..., S] of past tokens, and of nothing alike [..., 1], into weights [..., S] and [...]."""
+    weights = torch.softmax(torch.cat([scores, nothing.expand(*scores.shape[:-1], 1)], dim=-1), dim=-1)
+    return weights[..., :-1], weights[..., -1]
 
 
 def _named(said: Said) -> State:

@@ -22,7 +22,7 @@ from .rows import dense, hidden_of, ids_of, many_hot
 
 BATCH_BYTES = 64 * 2**20  # of one array of scores of sequences that advance together; a handful exist at a time
 SHRINK = 0.8  # a batch is cut to the sequences that go on once fewer than this share do
-JOINED_TOKENS, JOINED_BYTES = 256, 64 * 2**20  # of states that one call for a layer ahead takes together
+JOINED_TOKENS, JOINED_BYTES = 256, 16 * 2**20  # of states that one call for a layer ahead takes together
 
 
 class Scores(NamedTuple):
@@ -198,8 +198,8 @@ class _Joined(dict[str, Any]):
         self.states = states
 
     def __missing__(self, name: str) -> Any:
-        parts = [state[name] for state in self.states]
-        self[name] = _like(parts[0], np.concatenate([_array(part) for part in parts]))
+        # Rings become arrays: each layer would copy theirs again, which takes three times as long at 64 MiB.
+        self[name] = np.concatenate([_array(state[name]) for state in self.states])
         return self[name]
 
 
