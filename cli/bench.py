@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from .options import settings_from, settings_parser
+from .replay_predictor import with_predictor
 
 # name: the package that its file is in, and its settings class
 BENCHMARKS: dict[str, tuple[str, str]] = {
@@ -20,6 +21,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "hardware": ("runtime", "HardwareBench"),
     "predictors": ("train", "PredictorsBench"),
     "record": ("runtime", "RecordBench"),
+    "replay": ("runtime", "ReplayBench"),
     "simulate": ("runtime", "SimulateBench"),
 }
 
@@ -51,6 +53,9 @@ def run(args: Any) -> int:
 
 
 def _bench(name: str, settings: Any) -> dict[str, Any]:
+    if name == "replay":
+        with with_predictor(settings) as complete:
+            return _module(name).bench(complete)
     if BENCHMARKS[name][0] == "runtime":
         return _module(name).bench(settings)
     from ..runtime.bench.machine import machine

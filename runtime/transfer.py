@@ -18,15 +18,34 @@ from types import TracebackType
 from typing import Protocol, Self, runtime_checkable
 
 from ..collect.errors import SettingError, TransferError
+from ..collect.topology import MoeTopology
 from .blocks import ALIGNMENT
 from .clock import Clock, SystemClock
 from .readers import Reader
-from .store import ExpertStore
+from .store import ExpertStore, Segment
 from .transfer_queue import Piece, Transfer, TransferQueue, TransferStats
 
 __all__ = ["InlineTransfers", "ThreadedTransfers", "Transfer", "TransferEngine", "TransferStats"]
 
 SlotBuffer = Callable[[int], memoryview]
+
+
+class BlockSource(Protocol):
+    """Where experts' bytes are: a store, or blocks that a benchmark made up."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of the largest block."""
+        ...
+
+    @property
+    def topology(self) -> MoeTopology:
+        """Whose experts they are."""
+        ...
+
+    def segments(self, flat: int, /) -> Sequence[Segment]:
+        """Give the byte ranges of an expert (flat index)."""
+        ...
 
 
 @runtime_checkable
@@ -79,7 +98,7 @@ class ThreadedTransfers:
 
     def __init__(
         self,
-        store: ExpertStore,
+        store: BlockSource,
         slot_buffer: SlotBuffer,
         reader: Reader,
         num_threads: int = 2,

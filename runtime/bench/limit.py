@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from ..clock import Clock, SystemClock
 from ..replay import Event, replay_belady
 from ..slots import SlotArena
-from ..store import ExpertStore
-from ..transfer import ThreadedTransfers, TransferEngine
+from ..transfer import BlockSource, ThreadedTransfers, TransferEngine
 
 PROBE_BLOCKS = 16  # about 0.1 s of reading at 1 GB/s and 6 MiB
 
@@ -21,7 +20,7 @@ class LinkProbe:
     Reads go into slots of its own that were touched before, through the same reader and as many threads as an arm has.
     """
 
-    def __init__(self, store: ExpertStore, reader, num_threads: int = 2, clock: Clock | None = None) -> None:
+    def __init__(self, store: BlockSource, reader, num_threads: int = 2, clock: Clock | None = None) -> None:
         self._clock = clock or SystemClock()
         self._arena = SlotArena(2 * num_threads, store.block_bytes)
         self._transfers: TransferEngine = ThreadedTransfers(
