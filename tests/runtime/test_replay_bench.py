@@ -7,9 +7,10 @@ import pytest
 from foregate.collect.errors import DataError, SettingError
 from foregate.collect.topology import MoeTopology
 from foregate.predictors.bundle import Bundle
-from foregate.runtime.bench.replay import FREE, ReplayBench, bench, describe
+from foregate.runtime.bench.replay import ReplayBench, bench, describe
 from foregate.runtime.bench.replay_arm import Foreknown, Token, needed_of
 from foregate.runtime.bench.replay_blocks import ReplayBlocks
+from foregate.runtime.bench.replay_tokens import FREE
 from foregate.runtime.policies.registry import POLICIES
 from foregate.train.fit import train
 
