@@ -69,10 +69,14 @@ def run(args: Any) -> int:
     minutes = settings.max_minutes if args.max_minutes is None else args.max_minutes
     settings = replace(settings, max_minutes=smoke(minutes, SMOKE_MINUTES))
     run_dir = Path(args.run_dir) if args.run_dir else out.with_name(out.name + ".run")
+    if run_dir == out or out in run_dir.parents:
+        raise SettingError(f"run_dir must lie outside of the bundle's folder, which is {out}, got {run_dir}.")
     init = None if args.init is None else Bundle.open(args.init)
     module = _unsettled(built.model) if init is None else _continued(built.model, init)
-    built.data.setup()  # a bad trace is refused before a run is opened
-    logger = open_logger(args.tracker, run_dir, out.name, resume=args.resume) if leads() else None
+
+    def logger() -> Any:
+        return open_logger(args.tracker, run_dir, out.name, resume=args.resume) if leads() else None
+
     places: dict[str, Any] = {"run_dir": run_dir, "resume": args.resume, "init": init}
     result = fit(built.data, module, out, settings, **places, logger=logger, progress=True)
     if not leads():

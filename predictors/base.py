@@ -74,11 +74,14 @@ class PredictorSpec:
 
         Raises:
             KeyError: if a key is missing.
-            SettingError: if the topology or the horizon is none.
+            SettingError: if the topology, the horizon or the vocabulary's size is none.
         """
         if value["horizon"] not in get_args(Horizon):
             legal = ", ".join(get_args(Horizon))
             raise SettingError(f"A predictor's horizon must be one of {legal}, got {value['horizon']!r}.")
+        vocab_size = value["vocab_size"]
+        if not isinstance(vocab_size, int) or isinstance(vocab_size, bool) or vocab_size < 0:
+            raise SettingError(f"vocab_size must be a number of token ids, got {vocab_size!r}.")
         names = ("family", "horizon", "stack", "vocab_size")
         return cls(topology=MoeTopology.from_json(value["topology"]), **{name: value[name] for name in names})
 

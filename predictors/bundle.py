@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,7 @@ class Bundle:
                         f"{path} was altered: {name} does not match its checksum; export or copy it again."
                     )
             spec = PredictorSpec.from_json(card)
+            _check_card(card, spec)
         except (KeyError, TypeError, ValueError, OSError) as error:  # JSON and topology errors are ValueErrors
             reason = error if isinstance(error, OSError | SettingError) else f"{type(error).__name__} {error}"
             raise BundleError(f"{path} is damaged ({reason}); export or copy it again.") from error
@@ -88,10 +90,15 @@ class Bundle:
 
     def tensor(self, name: str) -> np.ndarray:
         """Read one tensor of weights.safetensors."""
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
-        with safe_open(str(self.path / WEIGHTS), framework="np") as file:
-            return file.get_tensor(name)
+        try:
+            with safe_open(str(self.path / WEIGHTS), framework="np") as file:
+                return file.get_tensor(name)
+        except SafetensorError as error:
+            raise BundleError(
+                f"{self.path} is damaged ({WEIGHTS} gives no {name}: {error}); export or copy it again."
+            ) from error
 
     def start(self) -> dict[str, np.ndarray]:
         """Give the state before the first token of one sequence, in the graph's order."""
@@ -137,9 +144,29 @@ def check_target(out: Path) -> None:
     if not out.name:
         raise BundleError(f"{out} is no name for a bundle; name a folder that is empty or does not exist.")
     if not out.exists():
+        above = next(parent for parent in out.absolute().parents if parent.exists())
+        if not above.is_dir():
+            raise BundleError(f"{above} is a file, and {out} a folder in it; name another folder.")
         return
     if not out.is_dir() or any(out.iterdir()):
         raise BundleError(f"{out} exists already; remove it or name another folder.")
+
+
+def _check_card(card: dict[str, Any], spec: PredictorSpec) -> None:
+    """Refuse a card whose entries are not what readers take them for; checksums vouch for bytes, not for sense."""
+    training, heat = card.get("training", {}), card.get("temperature") or {}
+    if not isinstance(training, dict):
+        raise ValueError(f"training must be an object, got {training!r}")
+    if not isinstance(heat, dict) or not all(
+        isinstance(value, int | float) and 0 < value < math.inf for value in heat.values()
+    ):
+        raise ValueError(f"temperature must give a positive number for each horizon, got {heat!r}")
+    if spec.horizon != "batch":
+        state, rings = card["state"], card["rings"]
+        if not isinstance(state, list) or not isinstance(rings, list) or not set(rings) <= set(state):
+            raise ValueError(f"rings must be names of the state, got {rings!r} of {state!r}")
+    if spec.horizon == "layer" and not (isinstance(card["reach"], int) and card["reach"] >= 1):
+        raise ValueError(f"reach must be at least 1, got {card['reach']!r}")
 
 
 def _checksums(folder: Path, card: dict[str, Any]) -> dict[str, str]:

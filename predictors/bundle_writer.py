@@ -87,7 +87,7 @@ def write_bundle(
         tensors = {f"network.{name}": value.detach().numpy() for name, value in network.state_dict().items()}
         tensors |= {f"start.{name}": value for name, value in _arrays(state).items()}
         tensors[SEQUENCES] = np.array(sorted({*seen, *(fingerprint(row) for row in trained_on)}), dtype=np.int64)
-        save_file({name: np.ascontiguousarray(value) for name, value in tensors.items()}, folder / WEIGHTS)
+        save_file({name: np.asarray(value, order="C") for name, value in tensors.items()}, folder / WEIGHTS)
         seal(folder, entries | (card or {}) | (describe(predictor) if describe else {}))
     return Bundle.open(out)
 

@@ -137,6 +137,9 @@ class Shadow(BatchNetwork):
         self.blocks = nn.ModuleList(
             _Block(settings, experts.get(block, 0), last=block == count - 1) for block in range(count)
         )
+        if settings.model is not None:  # wherever the weights come from: the model, a bundle or a checkpoint
+            for name, parameter in self.named_parameters():
+                parameter.requires_grad_("stand_in" in name or "sharpness" in name)
 
     def _blocks(self) -> list[_Block]:
         return [block for block in self.blocks if isinstance(block, _Block)]
@@ -156,7 +159,7 @@ class Shadow(BatchNetwork):
 
     @torch.no_grad()
     def start_from_model(self, model: Any) -> None:
-        """Copy embedding, attention, norms and gates of a model's encoder, which training then leaves alone.
+        """Copy embedding, attention, norms and gates of a model's encoder.
 
         Raises:
             ModelError: if the model has no T5-like encoder with these MoE layers.
@@ -179,35 +182,31 @@ class Shadow(BatchNetwork):
         for name, value in wanted.items():
             if getattr(self.sizes, name) != value:
                 raise SettingError(f"{name} must be {value}, as in the model, got {getattr(self.sizes, name)}.")
-        taken: list[Tensor] = []
-
-        def take(target: Tensor, value: Tensor) -> None:
-            target.copy_(value)
-            taken.append(target)
-
         table = encoder.embed_tokens.weight
-        count = min(len(table), self.spec.vocab_size)
-        take(self.embedding.table.weight, nn.functional.pad(table[:count], (0, 0, 0, self.spec.vocab_size + 1 - count)))
+        if len(table) < self.spec.vocab_size:
+            raise ModelError(
+                f"The model knows {len(table)} token ids and the trace {self.spec.vocab_size}; {OWN_MODEL}"
+            )
+        unknown = table.new_zeros(1, self.sizes.hidden)
+        self.embedding.table.weight.copy_(torch.cat([table[: self.spec.vocab_size], unknown]))
         own = [block.layer for block in encoder.block[: len(self.blocks)]]
         if len(own) < len(self.blocks):
             raise ModelError(
                 f"The model's encoder has {len(own)} blocks, and the trace has experts in block "
                 f"{len(self.blocks) - 1}; {OWN_MODEL}"
             )
-        take(self.bias.table, own[0][0].SelfAttention.relative_attention_bias.weight)
+        self.bias.table.copy_(own[0][0].SelfAttention.relative_attention_bias.weight)
         for mine, (attention, *_, last) in zip(self._blocks(), own, strict=True):
             heads = attention.SelfAttention
-            take(mine.before.weight, attention.layer_norm.weight)
-            take(mine.after.weight, last.layer_norm.weight)
-            take(mine.attention.query.weight, heads.q.weight * math.sqrt(self.sizes.head_width))  # T5 scales no scores
-            take(mine.attention.key_value.weight, torch.cat([heads.k.weight, heads.v.weight]))
-            take(mine.attention.out.weight, heads.o.weight)
+            mine.before.weight.copy_(attention.layer_norm.weight)
+            mine.after.weight.copy_(last.layer_norm.weight)
+            mine.attention.query.weight.copy_(heads.q.weight * math.sqrt(self.sizes.head_width))  # T5 scales no scores
+            mine.attention.key_value.weight.copy_(torch.cat([heads.k.weight, heads.v.weight]))
+            mine.attention.out.weight.copy_(heads.o.weight)
             if mine.gate is not None:
                 gate = _gate(last.mlp, mine.gate.out_features)
-                take(mine.gate.weight, gate.weight)
-                take(mine.gate.bias, torch.zeros_like(mine.gate.bias) if gate.bias is None else gate.bias)
-        for target in taken:
-            target.requires_grad_(False)
+                mine.gate.weight.copy_(gate.weight)
+                mine.gate.bias.copy_(torch.zeros_like(mine.gate.bias) if gate.bias is None else gate.bias)
 
     def forward(self, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
         """Give logits [B, T, L, E]; padding changes nothing elsewhere."""

@@ -96,7 +96,7 @@ class ExpertStore(Mapping[ExpertId, bytes]):
         """Kind of the experts module of each MoE layer, as fused or switch."""
         return [layer.kind for layer in self.manifest.layers]
 
-    @cached_property
+    @property
     def block_bytes(self) -> int:
         """Bytes of the largest block: what a slot must hold."""
         return max(layer.layout.nbytes for layer in self.manifest.layers)

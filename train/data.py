@@ -30,6 +30,7 @@ __all__ = ["Batch", "Chunk", "Chunks", "LengthSampler", "TraceData", "dense_scor
 log = logging.getLogger(__name__)
 
 MEMORY_MIB = 1024
+MOST_IDS = 1 << 24  # sixty times the largest vocabulary in use; a lookup of as many ids takes 128 MiB
 STRETCHES = 16  # of one block: enough that a block is a fair sample, long enough that few row groups are read twice
 
 
@@ -94,6 +95,11 @@ class TraceData(L.LightningDataModule):
         assert stack in STACKS
         source = RowSource(trace, stack, int(self.memory_mib * 2**20))
         everything = Rows(source, np.arange(len(source)))
+        if source.highest_id >= MOST_IDS:
+            raise DataError(
+                f"{self.trace_path} has the token id {source.highest_id}; ids below {MOST_IDS} are legal, since an "
+                "embedding has a place for each: record or import it with the tokenizer's own ids."
+            )
         names = [self._dealt_as(row) for row in everything]
         parts = split_groups(names, self.split)
         if source.num_ids and source.lowest_id == source.highest_id:

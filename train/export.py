@@ -19,6 +19,7 @@ from .evaluate import categories_of, sources_of
 from .module import PredictorModule
 from .report import headline, measured, temperatures_of
 from .split import SplitSettings
+from .starting_point import sizes_of
 
 KEPT_OF_FREE = ("recall_at_k", "interval", "recall_at")  # on the card, the best one aside, which is kept whole
 MOST_NAMES = 20  # sources and categories listed on the card
@@ -104,4 +105,9 @@ def data_of(module: PredictorModule, trace: str | Path | None = None) -> TraceDa
             f"{module.network.spec.topology.describe()}; name the trace it was trained on."
         )
     data.leave_out(module.seen)
+    if module.sizes and sizes_of(data) != module.sizes:
+        raise DataError(
+            f"{data.trace_path} is another trace than the checkpoint was trained on (sequences and tokens by part: "
+            f"{sizes_of(data)} here, {module.sizes} there); name the trace it was trained on."
+        )
     return data

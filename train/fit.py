@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 
 from ..collect.errors import SettingError
+from ..collect.lock import WriterLock
 from ..predictors.bundle import Bundle, check_target
 from ..predictors.network import NetworkSettings
 from .data import TraceData
@@ -67,7 +69,7 @@ def fit(
     run_dir: Path | None = None,
     resume: bool = False,
     init: Bundle | None = None,
-    logger: Logger | None = None,
+    logger: Logger | Callable[[], Logger | None] | None = None,
     progress: bool = False,
 ) -> dict[str, Any]:
     """Train a module, keep its best weights by validation recall, and export them to a bundle.
@@ -82,14 +84,15 @@ def fit(
         run_dir: where checkpoints stay; a temporary folder where not given.
         resume: go on from the last checkpoint of `run_dir`, to the weights of an uninterrupted run.
         init: bundle whose weights training starts from; the module's network must have its settings.
-        logger: where metrics and artifacts go.
+        logger: where metrics and artifacts go, or what opens that; it is opened when nothing is left to be refused.
         progress: show a progress bar on standard error.
 
     Returns:
         {"bundle", "family", "horizon", "metrics", "latency_ms", "steps", "train_s", "export_s"}
 
     Raises:
-        TraceError, DataError: if the trace cannot be trained on, or the loss is no number.
+        TraceError, DataError: if the trace cannot be trained on, another run writes to `run_dir`, or the loss is no
+            number.
         SettingError: if there is nothing to resume, or it was another run.
         BundleError: if `init` is of another model, or something stands at `out`.
     """
@@ -115,8 +118,10 @@ def fit(
             start_from_bundle(module, data, init)
         else:
             start_anew(module, data)
-        trainer, best = make_trainer(settings, run_dir, logger, progress)
-        run_dir.mkdir(parents=True, exist_ok=True)  # a place that cannot be written to is noticed before training
+        if kept:
+            stack.enter_context(_alone(run_dir))  # a place that cannot be written to is noticed before training, too
+        opened = logger() if callable(logger) else logger
+        trainer, best = make_trainer(settings, run_dir, opened, progress)
         with interruptible(), _naming(last if kept else None):
             if any(True for _ in module.network.parameters()):  # else it has learned all it can
                 trainer.fit(module, datamodule=data, ckpt_path=last if resume else None, weights_only=True)
@@ -136,7 +141,7 @@ def fit(
         module.cpu().float()
         bundle = export(module, data, out, run)
         exported = time.monotonic()
-        log_results(logger, bundle.card, {"bundle": bundle.path, "checkpoint": last})
+        log_results(opened, bundle.card, {"bundle": bundle.path, "checkpoint": last})
     return {
         "bundle": str(out),
         "family": bundle.spec.family,
@@ -158,6 +163,19 @@ def _best(trainer: L.Trainer, module: PredictorModule, data: TraceData, best: Mo
     if kept is None or final >= float(kept):
         return module
     return PredictorModule.load(best.best_model_path)
+
+
+@contextlib.contextmanager
+def _alone(run_dir: Path) -> Iterator[None]:
+    """Keep other runs out of a run's folder: they would take each other's checkpoints for their own."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    lock = WriterLock(run_dir, int(os.environ.get("RANK", "0")))  # torchrun's ranks share the folder
+    try:
+        yield
+    finally:
+        lock.release()
+        with contextlib.suppress(OSError):
+            run_dir.rmdir()  # where nothing was written, nothing is left
 
 
 @contextlib.contextmanager

@@ -213,6 +213,11 @@ class PredictorModule(L.LightningModule):
         scores = self.network.probabilities(found.routing).float().cpu().numpy()
         experts, scored = batch.experts.cpu().numpy(), batch.scored.cpu().numpy().copy()
         scored[batch.first.cpu().numpy(), 0] = False
+        if (
+            found.token is not None and experts.shape[2] > 1
+        ):  # of the layer horizon: no layer stands before the first, as `scoring` has it
+            experts = experts.copy()
+            experts[:, :, 0] = -1
         for index in range(len(scores)):
             kept = scored[index]
             self.meter.add_ranks(ranks(scores[index][kept], experts[index][kept]))
@@ -283,7 +288,8 @@ def read_checkpoint(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]
         return checkpoint[KEY], checkpoint["state_dict"]
     except Exception as error:  # what torch.load raises depends on what the file holds instead
         raise DataError(
-            f"{path} is no checkpoint of foregate train ({type(error).__name__}); name a .ckpt file of its run."
+            f"{path} is no checkpoint of foregate train ({type(error).__name__}); give foregate export another .ckpt "
+            "file of its run, or leave --resume out to train anew."
         ) from error
 
 

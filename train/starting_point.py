@@ -40,9 +40,16 @@ def start_anew(module: PredictorModule, data: TraceData) -> None:
     module.build(spec, np.concatenate([found.token_ids, spelt]), found, rows)
     source = module.network_settings.source_model()
     if source is not None:
-        from ..collect.pretrained import load_pretrained  # transformers only here
+        from ..collect.architectures import model_fingerprint  # transformers only here
+        from ..collect.pretrained import load_pretrained
 
         model, _ = load_pretrained(find(source), dtype="float32")
+        there, here = data.header.model_fingerprint, model_fingerprint(model.config)
+        if there and there != here:
+            raise SettingError(
+                f"model.network.model is {source} (fingerprint {here}), and {data.trace_path} was recorded from "
+                f"{data.header.model or 'another model'} ({there}); give that model."
+            )
         module.network.start_from_model(model)
     _connect(module, data)
 
@@ -139,6 +146,9 @@ def _spec(module: PredictorModule, data: TraceData, vocab_size: int) -> Predicto
 def _fill(module: PredictorModule, weights: dict[str, Tensor], bundle: Bundle) -> None:
     """Copy weights; an embedding that has more rows now gets the unknown row for them."""
     target = module.network.state_dict()
+    # bundles of an earlier version hold single numbers as [1]
+    scalars = {name for name, value in target.items() if value.ndim == 0 and name in weights}
+    weights = {name: value.reshape(()) if name in scalars else value for name, value in weights.items()}
     for place, part in module.network.named_modules():
         if not isinstance(part, TokenEmbedding):
             continue
@@ -176,7 +186,12 @@ def _connect(module: PredictorModule, data: TraceData) -> None:
         "context_tokens": data.context_tokens,
         "batch_tokens": data.batch_tokens,
     }
-    module.sizes = {part: [len(rows), rows.num_tokens] for part, rows in data.rows.items()}
+    module.sizes = sizes_of(data)
+
+
+def sizes_of(data: TraceData) -> dict[str, list[int]]:
+    """Give sequences and tokens of each part, by which a trace is known again."""
+    return {part: [len(rows), rows.num_tokens] for part, rows in data.rows.items()}
 
 
 def _same(flag: str, there: dict[str, Any], here: dict[str, Any], checkpoint: Path) -> None:

@@ -14,7 +14,7 @@ from foregate.collect.errors import BundleError, SettingError
 from foregate.collect.topology import MoeLayer, MoeTopology
 from foregate.predictors import bundle_writer, parity
 from foregate.predictors.base import BatchPredictor, PredictorSpec, Step, TokenPredictor
-from foregate.predictors.bundle import CARD, GRAPH, WEIGHTS, Bundle, load_predictor
+from foregate.predictors.bundle import CARD, GRAPH, WEIGHTS, Bundle, check_target, load_predictor, seal
 from foregate.predictors.bundle_writer import write_bundle
 from foregate.predictors.network import Network
 from foregate.predictors.rows import fingerprint
@@ -142,6 +142,44 @@ def test_damaged_bundles_are_refused(damage, token_bundle, tmp_path):
         Bundle.open(path)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("entries", "reason"),
+    [
+        ({"rings": None}, "rings must be names"),
+        ({"rings": ["no_such_state"]}, "rings must be names"),
+        ({"temperature": {"token": "hot"}}, "temperature must give a positive number"),
+        ({"temperature": {"token": 0.0}}, "temperature must give a positive number"),
+        ({"temperature": 1.5}, "temperature must give a positive number"),
+        ({"training": ["t.npz"]}, "training must be an object"),
+        ({"vocab_size": "many"}, "vocab_size must be a number"),
+        ({"vocab_size": -3}, "vocab_size must be a number"),
+    ],
+)
+def test_cards_without_sense_are_refused_whatever_their_checksums_say(entries, reason, token_bundle, tmp_path):
+    copy = copy_of(token_bundle, tmp_path)
+    card = json.loads((copy / CARD).read_text())
+    seal(copy, {name: value for name, value in card.items() if name != "checksums"} | entries)
+    with pytest.raises(BundleError, match=reason):
+        Bundle.open(copy)
+
+
+def test_weights_without_sense_are_refused_when_they_are_read(token_bundle, tmp_path):
+    copy = copy_of(token_bundle, tmp_path)
+    (copy / WEIGHTS).write_bytes(b"no tensors")
+    card = json.loads((copy / CARD).read_text())
+    seal(copy, {name: value for name, value in card.items() if name != "checksums"})
+    with pytest.raises(BundleError, match="damaged"):
+        load_predictor(copy)
+    with pytest.raises(BundleError, match="gives no no_such"):
+        token_bundle.tensor("no_such")
+
+
+def test_a_file_in_the_way_is_noticed(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BundleError, match="is a file"):
+        check_target(tmp_path / "file" / "below" / "bundle")
 
 
 def test_a_bundle_of_another_model_is_refused(token_bundle):

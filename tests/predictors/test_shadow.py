@@ -121,6 +121,12 @@ def test_other_models_are_refused(model):
             shadow_of(model, topology=topology)
 
 
+def test_a_model_of_fewer_token_ids_is_refused(model):
+    spec = replace(shadow_of(model).spec, vocab_size=model.config.vocab_size + 1)
+    with pytest.raises(ModelError, match="token ids and the trace"):
+        SIZES.build(spec, np.arange(3)).start_from_model(model)
+
+
 def test_bad_settings_are_refused():
     for stack in ("causal", "decoder"):
         with pytest.raises(SettingError, match=f"got the {stack} stack"):

@@ -96,3 +96,14 @@ def test_a_trace_without_ids_has_only_unknown_ones(write, tmp_path):
     data = TraceData(write(tmp_path / "t.npz", ids=False))
     assert data.vocab_size == 0
     assert all((batch.ids == -1).all() for batch in data.train_dataloader())
+
+
+def test_an_id_beyond_every_vocabulary_is_refused(write, tmp_path):
+    """An embedding has a place for each id below the largest: 16 GiB of them for the largest int32."""
+    path = write(tmp_path / "t.npz")
+    with np.load(path) as file:
+        arrays = dict(file)
+    arrays["token_ids"][5] = 2**31 - 1
+    np.savez(path, **arrays)
+    with pytest.raises(DataError, match="has the token id 2147483647; ids below 16777216 are legal"):
+        TraceData(path).setup()

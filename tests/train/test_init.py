@@ -11,6 +11,7 @@ from foregate.collect.errors import BundleError, DataError
 from foregate.predictors.bundle import Bundle, load_predictor
 from foregate.predictors.bundle_writer import write_bundle
 from foregate.predictors.copy_attention import CopyAttentionSettings
+from foregate.predictors.copy_layers import CopyLayersSettings
 from foregate.predictors.rows import fingerprint
 from foregate.predictors.scoring import measure, own_k
 from foregate.predictors.sru_attention import SruAttentionSettings
@@ -23,6 +24,7 @@ from foregate.train.starting_point import bundle_weights, known_ids, network_of,
 NETWORKS = {
     "sru_attention": SruAttentionSettings(embedding=8, hidden=16, attention=8, window=8, dropout=0.1, discount=0.5),
     "copy_attention": CopyAttentionSettings(embedding=8, hidden=16, heads=2, attention=8, window=8),
+    "copy_layers": CopyLayersSettings(embedding=8, hidden=16, heads=2, attention=8, window=8, layer_width=6),
 }
 STEPS = FitSettings(max_steps=25, validate_steps=25, max_epochs=1000)
 
@@ -118,3 +120,11 @@ def test_other_models_and_other_networks_are_refused(bundle, trace, tmp_path, ca
     assert main([*words, "--init", "nowhere"]) == 1
     assert "nowhere is no predictor bundle" in capsys.readouterr().err
     assert not (tmp_path / "c").exists()
+
+
+def test_a_run_inside_of_its_bundle_is_refused(trace, tmp_path, capsys):
+    for place in (tmp_path / "b", tmp_path / "b" / "run"):
+        code = main(["train", "--trace", str(trace), "--out", str(tmp_path / "b"), "--run-dir", str(place)])
+        assert code == 2
+        assert "--run-dir must lie outside of the bundle's folder" in capsys.readouterr().err
+        assert not (tmp_path / "b").exists()

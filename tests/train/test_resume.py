@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from foregate.collect.errors import DataError, SettingError
+from foregate.collect.errors import DataError, SettingError, TraceError
+from foregate.collect.lock import WriterLock
 from foregate.predictors.sru_attention import SruAttentionSettings
 from foregate.train.data import TraceData
+from foregate.train.export import data_of as data_again
 from foregate.train.fit import FitSettings, fit
 from foregate.train.module import NotANumber, PredictorModule
 from foregate.train.starting_point import start_anew
@@ -154,3 +156,38 @@ def test_a_network_without_parameters_is_not_trained(trace, no_export, tmp_path,
     assert result["steps"] == 0
     assert not np.any([True for _ in no_export[0].parameters()])
     assert (tmp_path / "run" / "last.ckpt").is_file()
+
+
+def test_a_run_folder_has_one_run_at_a_time(trace, tmp_path):
+    (tmp_path / "run").mkdir()
+    lock = WriterLock(tmp_path / "run", 0)
+    try:
+        with pytest.raises(TraceError, match="being written by another process"):
+            run_until(trace, tmp_path, FitSettings(max_steps=1, validate_steps=1, **LONG))
+    finally:
+        lock.release()
+    run_until(trace, tmp_path, FitSettings(max_steps=1, validate_steps=1, **LONG))
+    assert not list((tmp_path / "run").glob(".rank*")), "a run that ended holds nothing"
+
+
+def test_nothing_is_opened_for_a_run_that_is_refused(trace, tmp_path):
+    opened: list[int] = []
+
+    def logger() -> None:
+        opened.append(1)
+
+    with pytest.raises(SettingError, match="nothing to resume"):
+        run_until(trace, tmp_path, FitSettings(max_steps=1), resume=True, logger=logger)
+    assert not opened
+    assert not (tmp_path / "run").exists()
+    run_until(trace, tmp_path, FitSettings(max_steps=1, validate_steps=1, **LONG), logger=logger)
+    assert opened == [1]
+
+
+def test_a_checkpoint_is_exported_with_its_own_trace_only(trace, write, tmp_path):
+    run_until(trace, tmp_path, FitSettings(max_steps=1, validate_steps=1, **LONG))
+    module = PredictorModule.load(tmp_path / "run" / "last.ckpt")
+    assert data_again(module, trace).trace_path == trace
+    other = write(tmp_path / "other.npz", sequences=24, seed=9)
+    with pytest.raises(DataError, match="another trace than the checkpoint was trained on"):
+        data_again(module, other)
