@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from ..collect.errors import SettingError
 
+MOST = 1e9  # minutes, steps and the like; what no number and infinity are not below
+
 
 @dataclass(frozen=True, kw_only=True)
 class FitSettings:
@@ -32,7 +34,7 @@ class FitSettings:
 
     def __post_init__(self) -> None:
         for name in ("max_minutes", "max_epochs", "validate_steps", "patience", "clip"):
-            if getattr(self, name) <= 0:
+            if not 0 < getattr(self, name) <= MOST:
                 raise SettingError(f"{name} must be positive, got {getattr(self, name)}.")
         if self.max_steps != -1 and self.max_steps < 1:
             raise SettingError(f"max_steps must be -1 or at least 1, got {self.max_steps}.")

@@ -216,8 +216,7 @@ class PredictorModule(L.LightningModule):
         if (
             found.token is not None and experts.shape[2] > 1
         ):  # of the layer horizon: no layer stands before the first, as `scoring` has it
-            experts = experts.copy()
-            experts[:, :, 0] = -1
+            experts = np.where(np.arange(experts.shape[2])[:, None] == 0, -1, experts)
         for index in range(len(scores)):
             kept = scored[index]
             self.meter.add_ranks(ranks(scores[index][kept], experts[index][kept]))

@@ -161,7 +161,7 @@ def test_a_benchmark_and_a_command(refusal: Refusal, capsys: pytest.CaptureFixtu
     assert refusal("bench", "hardwar").endswith("got 'hardwar'; did you mean 'hardware'?")
     assert refusal("bench") == (
         "NAME is missing; usage: foregate bench NAME [options], with one of epoch, hardware, predictors, record, "
-        "simulate."
+        "replay, simulate."
     )
     assert program.main(["simulat"]) == 2
     assert capsys.readouterr().err == "foregate has no command 'simulat'; did you mean simulate?\n"

@@ -44,7 +44,15 @@ def make(folder: Path, *, horizon: str = "token", **further: Any) -> Path:
     for name in ("predictor.onnx", *(["ahead.onnx"] if horizon == "layer" else [])):
         (folder / name).write_bytes(name.encode() * 100)
     save_file({"training.sequences": np.arange(3)}, folder / "weights.safetensors")
-    card = {**spec.to_json(), "model": "a/model", "metrics": METRICS, "verdict": "It beats what is free.", **further}
+    graphs = {"state": [], "rings": []} | ({"reach": 1} if horizon == "layer" else {})
+    card = {
+        **spec.to_json(),
+        **graphs,
+        "model": "a/model",
+        "metrics": METRICS,
+        "verdict": "It beats what is free.",
+        **further,
+    }
     seal(folder, card)
     return folder
 

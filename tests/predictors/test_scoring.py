@@ -50,7 +50,8 @@ class Counting:
     def past(self, state) -> np.ndarray:
         if not self.flat_state:
             return state[0]
-        np.testing.assert_array_equal(state["kept"].array(), -state["past"])
+        kept = state["kept"]  # its own kind after a step, an array where the states of several tokens are joined
+        np.testing.assert_array_equal(kept.array() if isinstance(kept, Kept) else kept, -state["past"])
         return state["past"]
 
     def step(self, step: Step, state):

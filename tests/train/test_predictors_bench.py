@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from foregate.collect.errors import DataError, SettingError
+from foregate.collect.errors import DataError, SettingError, TraceError
 from foregate.train.bench import cells, predictors
 from foregate.train.bench.predictors import PredictorsBench, bench, describe
 from foregate.train.bench.results_page import results_page
@@ -156,15 +157,75 @@ def test_a_cell_may_be_tested_on_another_trace(program, tmp_path, trace, monkeyp
         figure["recall_at"] = {"1": 0.8, "3": 0.95}
     monkeypatch.setattr(cells, "_foregate", lambda words: told if words[0] == "evaluate" else program(words))
     page = tmp_path / "page.md"
+    monkeypatch.setattr(predictors, "_check_pair", lambda paths: None)  # they are no traces here
     first = bench(settings(tmp_path, trace, page=str(page), traces=f"{trace}+{other}"), MACHINE)
-    assert list(first["arms"]) == ["small.sru_attention.2min.seed0"]
-    assert "Trace `small.npz`, tested on `dev.npz`." in page.read_text()
+    assert list(first["arms"]) == ["small.sru_attention.2min.seed0.on-dev.npz"]
+    assert "## small, tested on dev.npz" in page.read_text()
     assert "| 0.790 to 0.810 | **0.9500** | +0.300" in page.read_text()
     other.write_bytes(b"changed")
     with pytest.raises(DataError, match="made from another trace"):
         bench(settings(tmp_path, trace, traces=f"{trace}+{other}"), MACHINE)
     with pytest.raises(SettingError, match=r"TRAINED or TRAINED\+TESTED"):
         bench(settings(tmp_path, trace, traces=f"{trace}+{trace}+{trace}"), MACHINE)
+
+
+def test_a_trace_to_test_on_is_looked_at_before_training(program, tmp_path, write):
+    one = write(tmp_path / "one.npz")
+    none = tmp_path / "none.npz"
+    none.write_bytes(b"no trace")
+    with pytest.raises(TraceError, match=r"no readable \.npz trace"):
+        bench(settings(tmp_path, one, traces=f"{one}+{none}"), MACHINE)
+    larger = tmp_path / "larger.npz"
+    with np.load(one) as file:
+        arrays = dict(file)
+    np.savez(larger, **(arrays | {"experts": arrays["experts"] + 9}))
+    with pytest.raises(DataError, match="name another"):
+        bench(settings(tmp_path, one, traces=f"{one}+{larger}"), MACHINE)
+    for wrong in (f"{one}+", f"+{one}", f"{one}+{one}+{one}"):
+        with pytest.raises(SettingError, match=r"TRAINED or TRAINED\+TESTED"):
+            bench(settings(tmp_path, one, traces=wrong), MACHINE)
+    assert not program.calls
+
+
+def test_traces_of_one_name_are_refused(program, tmp_path, trace):
+    (tmp_path / "below").mkdir()
+    other = tmp_path / "below" / trace.name
+    other.write_bytes(b"another trace")
+    with pytest.raises(SettingError, match="must differ by name"):
+        bench(settings(tmp_path, trace, traces=f"{trace},{other}"), MACHINE)
+
+
+def test_damaged_cells_are_named(program, tmp_path, trace):
+    bench(settings(tmp_path, trace), MACHINE)
+    (stored,) = tmp_path.glob("cells/*/cell.json")
+    whole = stored.read_text()
+    for damage in (whole[:50], "{}", "[]"):
+        stored.write_text(damage)
+        for only in (False, True):
+            with pytest.raises(DataError, match=r"cell\.json is damaged .* remove"):
+                bench(settings(tmp_path, trace, stored_only=only), MACHINE)
+
+
+def test_a_cell_killed_after_its_export_goes_on(program, tmp_path, trace):
+    own = tmp_path / "cells" / "small.sru_attention.2min.seed0"
+    program.fail = "evaluate"
+    with pytest.raises(DataError, match="evaluate"):
+        bench(settings(tmp_path, trace), MACHINE)
+    program.fail = ""
+    (own / "train.json").unlink()  # as a kill between the export and the note of it leaves the folder
+    assert (own / "bundle").is_dir()
+    bench(settings(tmp_path, trace), MACHINE)
+    assert [words[0] for words in program.calls] == ["train", "evaluate", "train", "evaluate"]
+
+
+def test_a_trace_that_changes_before_the_cell_is_done_is_refused(program, tmp_path, trace):
+    program.fail = "evaluate"
+    with pytest.raises(DataError, match="evaluate"):
+        bench(settings(tmp_path, trace), MACHINE)
+    program.fail = ""
+    trace.write_bytes(b"another trace")
+    with pytest.raises(DataError, match="made from another trace"):
+        bench(settings(tmp_path, trace), MACHINE)
 
 
 def test_whole_categories_held_out_are_cells_of_their_own(program, tmp_path, trace):
@@ -178,8 +239,13 @@ def test_whole_categories_held_out_are_cells_of_their_own(program, tmp_path, tra
 
 
 def test_bad_settings_are_refused(tmp_path):
-    with pytest.raises(SettingError, match="minutes"):
-        PredictorsBench(minutes=0)
+    for minutes in (0, float("nan"), float("inf")):
+        with pytest.raises(SettingError, match="minutes"):
+            PredictorsBench(minutes=minutes)
+    with pytest.raises(SettingError, match="page must lie in a folder"):
+        PredictorsBench(page=str(tmp_path / "none" / "p.md"))
+    with pytest.raises(SettingError, match="families must be configs"):
+        PredictorsBench(families=str(tmp_path / "my.yaml"))
     with pytest.raises(SettingError, match="no_such"):
         PredictorsBench(families="no_such")
     with pytest.raises(DataError, match="FOREGATE_SHARED"):

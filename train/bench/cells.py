@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
@@ -21,7 +22,8 @@ from ...configs import find_config
 
 log = logging.getLogger(__name__)
 
-BUNDLE, RUN, RESULT = "bundle", "run", "cell.json"
+BUNDLE, RUN, INPUTS, RESULT = "bundle", "run", "inputs.json", "cell.json"
+PARTS = ("cell", "inputs", "machine", "train", "evaluation")
 BLOCK = 1 << 20
 
 
@@ -48,7 +50,8 @@ class Cell:
     def name(self) -> str:
         """Folder of the cell."""
         split = "" if self.split_by == "group" else f".by-{self.split_by}"
-        return f"{self.label}.{self.config}.{self.minutes:g}min.seed{self.seed}{split}"
+        tested = "" if self.tested is None else f".on-{self.tested.name}"
+        return f"{self.label}.{self.config}.{self.minutes:g}min.seed{self.seed}{split}{tested}"
 
 
 def run_cell(cell: Cell, folder: Path, machine: dict[str, Any]) -> dict[str, Any]:
@@ -68,16 +71,19 @@ def run_cell(cell: Cell, folder: Path, machine: dict[str, Any]) -> dict[str, Any
     inputs = _inputs(cell)
     stored = read_cell(own)
     if stored is not None:
-        if stored["inputs"] != inputs:
-            raise DataError(
-                f"{own} was made from another trace or config; remove the folder to train it again, or name "
-                "another one by --cells."
-            )
+        _require(own, stored["inputs"], inputs)
         log.info("%s: stored", cell.name)
         return stored
     own.mkdir(parents=True, exist_ok=True)
+    begun = own / INPUTS
+    if begun.is_file():
+        _require(own, _read(begun, own), inputs)
+    else:
+        _write(begun, inputs)
     trained = own / "train.json"
     if not trained.is_file():
+        if (own / BUNDLE).exists():  # exported, but what the command said is lost: it is exported once more
+            shutil.rmtree(own / BUNDLE)
         log.info("%s: training", cell.name)
         _write(trained, _foregate(_training(cell, own)))
     log.info("%s: evaluating", cell.name)
@@ -86,7 +92,7 @@ def run_cell(cell: Cell, folder: Path, machine: dict[str, Any]) -> dict[str, Any
         "cell": {**asdict(cell), "trace": cell.trace.name, "tested": cell.tested and cell.tested.name},
         "inputs": inputs,
         "machine": machine,
-        "train": json.loads(trained.read_text(encoding="utf-8")),
+        "train": _read(trained, own),
         "evaluation": evaluation,
     }
     for part in ("train", "evaluation"):
@@ -97,9 +103,31 @@ def run_cell(cell: Cell, folder: Path, machine: dict[str, Any]) -> dict[str, Any
 
 
 def read_cell(folder: Path) -> dict[str, Any] | None:
-    """Read a stored cell, None where there is none."""
+    """Read a stored cell, None where there is none.
+
+    Raises:
+        DataError: if it is damaged.
+    """
     path = folder / RESULT
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    return _read(path, folder, *PARTS) if path.is_file() else None
+
+
+def _read(path: Path, cell: Path, *parts: str) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(value, dict) or not set(parts) <= set(value):
+            raise ValueError(f"it lacks {', '.join(parts)}" if parts else "no object")
+    except ValueError as error:
+        raise DataError(f"{path} is damaged ({error}); remove {cell} to train that cell again.") from error
+    return value
+
+
+def _require(own: Path, stored: Any, inputs: dict[str, Any]) -> None:
+    if stored != inputs:
+        raise DataError(
+            f"{own} was made from another trace or config; remove the folder to train it again, or name another one by "
+            "--cells."
+        )
 
 
 def _training(cell: Cell, own: Path) -> list[str]:

@@ -6,6 +6,7 @@ is, only its config knows.
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,9 @@ from typing import Any
 
 from ...collect.errors import DataError, SettingError
 from ...collect.smoke import smoke
-from ...configs import config_names, find_config
+from ...collect.staging import staged_file
+from ...collect.trace import Trace
+from ...configs import config_names
 from ..split import By
 from .cells import Cell, read_cell, run_cell
 from .results_page import results_page
@@ -50,15 +53,13 @@ class PredictorsBench:
     """Train nothing: write the page from what is there."""
 
     def __post_init__(self) -> None:
-        if self.minutes <= 0:
+        if not 0 < self.minutes < math.inf:
             raise SettingError(f"minutes must be positive, got {self.minutes}.")
         for name in self.named(self.families):
-            try:
-                find_config("train", name)
-            except ValueError as error:
-                raise SettingError(
-                    f"families must be configs of {', '.join(config_names('train'))}, got {name!r}."
-                ) from error
+            if name not in config_names("train"):
+                raise SettingError(f"families must be configs of {', '.join(config_names('train'))}, got {name!r}.")
+        if self.page is not None and not Path(self.page).parent.is_dir():
+            raise SettingError(f"page must lie in a folder that is there, got {self.page}.")
 
     @staticmethod
     def named(words: str) -> list[str]:
@@ -83,7 +84,8 @@ def bench(settings: PredictorsBench, machine: dict[str, Any]) -> dict[str, Any]:
     if not results:
         raise DataError(f"{folder} holds no results; run foregate bench predictors without --stored-only first.")
     if settings.page is not None:
-        Path(settings.page).write_text(results_page(results), encoding="utf-8")
+        with staged_file(Path(settings.page)) as file:
+            file.write(results_page(results).encode())
     return {"arms": {_name(found): _arm(found) for found in results}, "machine": machine, "page": settings.page}
 
 
@@ -102,14 +104,15 @@ def _cells(settings: PredictorsBench) -> list[Cell]:
     shared = Path(os.environ.get("FOREGATE_SHARED", "../shared")) / "traces"
     cells = []
     for pair in settings.named(settings.traces):
+        if not all(pair.split("+")) or pair.count("+") > 1:
+            raise SettingError(f"traces must be TRAINED or TRAINED+TESTED, got {pair!r}.")
         paths = [shared / TRACES[name] if name in TRACES else Path(name) for name in pair.split("+")]
         absent = [path for path in paths if not path.exists()]
         if absent:
             raise DataError(
                 f"There is no trace {absent[0]}; name one, or set FOREGATE_SHARED to the folder that has traces/."
             )
-        if len(paths) > 2:
-            raise SettingError(f"traces must be TRAINED or TRAINED+TESTED, got {pair!r}.")
+        _check_pair(paths)
         cells += [
             Cell(
                 label=pair if pair in TRACES else paths[0].stem,
@@ -122,13 +125,30 @@ def _cells(settings: PredictorsBench) -> list[Cell]:
             )
             for config in settings.named(settings.families)
         ]
+    names = [cell.name for cell in cells]
+    for name in names:
+        if names.count(name) > 1:
+            raise SettingError(f"traces and families must differ by name, got {name} twice; give them one by one.")
     return cells
+
+
+def _check_pair(paths: list[Path]) -> None:
+    """Refuse, before hours of training, a trace to test on that is none, or of another model.
+
+    Raises:
+        TraceError, DataError: in that case.
+    """
+    if len(paths) == 2:
+        trained, tested = (Trace.open(path).topology for path in paths)
+        if not trained.same_routing(tested):
+            raise DataError(f"{paths[1]} has {tested.describe()}, and {paths[0]} {trained.describe()}; name another.")
 
 
 def _name(result: dict[str, Any]) -> str:
     cell = result["cell"]
     split = "" if cell.get("split_by", "group") == "group" else f".by-{cell['split_by']}"
-    return f"{cell['label']}.{cell['config']}.{cell['minutes']:g}min.seed{cell['seed']}{split}"
+    tested = f".on-{cell['tested']}" if cell.get("tested") else ""
+    return f"{cell['label']}.{cell['config']}.{cell['minutes']:g}min.seed{cell['seed']}{split}{tested}"
 
 
 def _arm(result: dict[str, Any]) -> dict[str, Any]:

@@ -31,8 +31,7 @@ def results_page(results: Iterable[dict[str, Any]]) -> str:
     for title in dict.fromkeys(_title(result["cell"]) for result in ordered):
         own = [result for result in ordered if _title(result["cell"]) == title]
         parts.append(f"## {title}\n")
-        tested = own[0]["cell"].get("tested")
-        parts.append(f"Trace `{own[0]['cell']['trace']}`{f', tested on `{tested}`' if tested else ''}.\n")
+        parts.append(f"Trace `{own[0]['cell']['trace']}`.\n")
         for horizon, meaning in HORIZONS.items():
             here = [result for result in own if horizon in result["evaluation"]["horizons"]]
             if here:
@@ -44,7 +43,8 @@ def results_page(results: Iterable[dict[str, Any]]) -> str:
 
 def _title(cell: dict[str, Any]) -> str:
     split = cell.get("split_by", "group")
-    return cell["label"] if split == "group" else f"{cell['label']}, held out by {split}"
+    tested = f", tested on {cell['tested']}" if cell.get("tested") else ""
+    return cell["label"] + tested + ("" if split == "group" else f", held out by {split}")
 
 
 def _table(results: list[dict[str, Any]], horizon: str) -> str:
